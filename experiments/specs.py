@@ -10,6 +10,7 @@ from kvjax.models.quantize import WeightCodes
 from kvjax.policies import Fraction, Policy
 from kvjax.specs import parse
 
+STORED = "stored"  # weights as the codes that the checkpoint has
 PLAIN: dict[parse.Axis, str] = {"storage": DENSE, "selection": EVERYTHING}
 
 
@@ -48,12 +49,14 @@ def build_spec(config: ExperimentConfig, least_slots: int | None = None) -> Cach
 
 
 def build_weights(config: ModelConfig) -> WeightCodes | None:
-    """Returns the codes that weights are quantised to.
+    """Returns the codes that weights are quantised to; None if they stay exact, or as the checkpoint has them.
 
     Raises:
       ConfigError: an unknown name, or values that cannot work.
     """
-    codes: WeightCodes | None = None if config.weights is None else parse.build("weights", config.weights)
+    if config.weights in (None, STORED):
+        return None
+    codes: WeightCodes = parse.build("weights", config.weights)
     return codes
 
 

@@ -21,7 +21,7 @@ from experiments.progress import tracked
 from experiments.runs import data, identity, machine
 from experiments.runs.measure import Measurement, measure
 from experiments.runs.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
-from experiments.specs import build_weights
+from experiments.specs import STORED, build_weights
 from experiments.tasks import answering, score
 from experiments.tasks.journal import FOLDER, Journal
 from kvjax.cache import CacheSpec
@@ -297,7 +297,7 @@ def _load_plain(config: ExperimentConfig, codes: WeightCodes | None) -> Model:
         try:
             return kvjax.load(
                 config.model.path, dtype=dtype, mesh=mesh, rules=rules, host_weights=config.model.host_weights,
-                weights=codes,
+                weights=STORED if config.model.weights == STORED else codes,
             )  # fmt: skip
         except CheckpointError as error:
             if config.model.shape is None or Path(config.model.path).exists():

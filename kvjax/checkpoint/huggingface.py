@@ -31,6 +31,7 @@ from kvjax.products import QuantizedMatrix
 
 Array = jax.Array
 DTYPES = ("float32", "bfloat16", "float16")  # of parameters
+STORED = "stored"  # weights as the codes that the checkpoint has
 
 
 def load(
@@ -55,7 +56,7 @@ def load(
     `kvjax.generate_text`; see `kvjax.models.generation_config`.
 
     GGUF files (`kvjax.checkpoint.gguf`) need the package ``gguf``, ``pip install kvjax[gguf]``. Their weights are
-    dequantised.
+    dequantised, unless ``weights="stored"`` keeps the codes of projections in Q8_0, Q4_0 and Q4_1.
 
     Args:
       path_or_name: a folder with ``config.json`` and weights (safetensors, Flax msgpack, or PyTorch if torch is
@@ -69,8 +70,8 @@ def load(
         slots; see `kvjax.parallel.sharding.fit`.
       rules: over which axes of the mesh each dimension is divided; None for the defaults of `kvjax.Rules`.
       host_weights: the share of the layers whose weights stay in host memory, see `kvjax.models.offload`.
-      weights: what the projections are quantised to, ``int8``, ``int4``, ``int2`` or a `kvjax.WeightCodes`; None = as
-        the checkpoint has them.
+      weights: what the projections are quantised to, ``int8``, ``int4``, ``int2`` or a `kvjax.WeightCodes`; ``stored``
+        = the codes that the checkpoint has; None = exact, but for GPTQ and AWQ.
 
     Raises:
       CheckpointError: if there is no checkpoint, a file is damaged, a tensor holds NaN, or the tensors are not those of
@@ -110,7 +111,8 @@ def _load(
     host.keep_programs_by_default()
     if mesh is None:
         products.begin()
-    target, codes = _dtype(dtype, mesh), as_weight_codes(weights)
+    keep = weights == STORED
+    target, codes = _dtype(dtype, mesh), None if keep else as_weight_codes(weights)
     source = _open_source(checkpoint)
     try:
         config = families.read(source.config)
@@ -122,6 +124,8 @@ def _load(
         raise ConfigError(
             f"{checkpoint} holds {form.bits}-bit weights of {form.method}; leave out weights={codes.name!r}."
         )
+    if keep and source.coded is None and form is None:
+        raise ConfigError(f"{checkpoint} holds exact weights; weights={STORED!r} keeps codes of GGUF, GPTQ and AWQ.")
     tokenizer = source.tokenizer(config)
     on_host = offload.host_layers(config.num_layers, host_weights)
     try:
@@ -132,10 +136,16 @@ def _load(
         place = _Place(mesh, on_host)
         params: dict[str, PyTree] = {}
         stacks: dict[names.Path, list[PyTree]] = {}
+        kept = 0
         for tensor in _expected(source, config, stored):
-            parts: list[PyTree]
+            parts: list[PyTree] | None = None
             coded = codes is not None and codes.takes(tensor.paths[0])
-            if form is not None and quantized.is_stored(tensor, stored):
+            if keep and source.coded is not None and WeightCodes().takes(tensor.paths[0]):
+                parts = source.coded(config, tensor)
+                kept += parts is not None
+            if parts is not None:
+                pass
+            elif form is not None and quantized.is_stored(tensor, stored):
                 parts = quantized.read(tensor, stored, form, target)
             else:
                 # Codes are made of exact weights, whatever the dtype of the model.
@@ -162,6 +172,11 @@ def _load(
                 del part
     except OSError as error:
         raise CheckpointError(f"{error.filename or checkpoint} cannot be read: {error.strerror or error}.") from None
+    if keep and source.coded is not None and not kept:
+        raise ConfigError(
+            f"{checkpoint} has no matrix of the types {', '.join(gguf.KEPT)}, whose codes can be kept; leave out "
+            f"weights={STORED!r}."
+        )
     sharding.warn_of_copies(params, mesh, rules)
     return Model(config, params, tokenizer, mesh, source.defaults, rules)
 
@@ -178,7 +193,8 @@ class _Source:
       tensors: opens the tensors.
       expected: the tensors of a decoder.
       defaults: of generation.
-      form: how quantised weights are held; None = the weights are exact.
+      form: how quantised weights are held; None = the weights are exact, or of GGUF.
+      coded: reads the parameters of a tensor as the codes that the file has; None = it has none, or `form` says.
     """
 
     path: Path
@@ -189,6 +205,7 @@ class _Source:
     expected: Callable[[DecoderConfig], list[names.Tensor]] = names.tensors
     defaults: generation_config.GenerationConfig = dataclasses.field(default_factory=generation_config.GenerationConfig)
     form: quantized.StoredFormat | None = None
+    coded: Callable[[DecoderConfig, names.Tensor], list[QuantizedMatrix] | None] | None = None
 
 
 def _open_source(checkpoint: Path) -> _Source:
@@ -217,6 +234,7 @@ def _gguf(path: Path) -> _Source:
             tokenizer=lambda config: make_tokenizer(path, gguf.tokenizer_files(container), config),
             tensors=lambda config: gguf.stored(container, config),
             expected=lambda config: gguf.tensors(container, config),
+            coded=lambda config, tensor: gguf.coded(container, config, tensor),
         )  # fmt: skip
     except ImportError as error:
         raise CheckpointError(f"{path} needs the package {error.name}: pip install kvjax[gguf].") from None

@@ -276,6 +276,11 @@ def written(tensor: names.Tensor, matrices: list[QuantizedMatrix]) -> dict[str, 
     """
     bits, groups, per_word = matrices[0].bits, len(matrices[0].scale), WORD // matrices[0].bits
     inputs, outputs = matrices[0].shape[0], sum(matrix.shape[1] for matrix in matrices)
+    if any(np.issubdtype(matrix.zero.dtype, np.floating) for matrix in matrices):
+        raise CheckpointError(
+            f"{tensor.name} cannot be saved: 0 is between two of its codes, as in GGUF's Q4_1, which GPTQ's format cannot "
+            "hold. Load the model without weights='stored'. Nothing was saved."
+        )
     if inputs % per_word or outputs % per_word:
         raise CheckpointError(
             f"{tensor.name} of {inputs} inputs and {outputs} outputs cannot be saved with {bits} bits: GPTQ's format "

@@ -398,9 +398,9 @@ struct Weights {
 };
 
 // Adds R rows of x times one group of weights, for N registers of columns from n on, to y.
-template <int R, int N, bool Whole, class L>
+template <int R, int N, bool Whole, class L, typename Z>
 inline void AddGroup(const L& levels, const Weights& of, const float* x, const float* totals, const uint8_t* codes,
-                     const float* scale, const uint8_t* zero, float* y, int64_t n) {
+                     const float* scale, const Z* zero, float* y, int64_t n) {
   constexpr int P = L::kPlaces;
   const int64_t rest = of.outputs - n;
   const auto read = [&](const uint8_t* p) { return Whole ? LoadBytes(p) : LoadBytes(p, rest); };
@@ -415,14 +415,20 @@ inline void AddGroup(const L& levels, const Weights& of, const float* x, const f
         for (int r = 0; r < R; r++) sum[r][k] = Fma(Splat(x[r * of.inputs + p * of.byte_rows + j]), v[p], sum[r][k]);
     }
   }
+  const auto floats = [&](const float* p) {
+    if (Whole) return Load(p);
+    Vector v = {};
+    std::memcpy(&v, p, rest * sizeof(float));
+    return v;
+  };
   for (int k = 0; k < N; k++) {
-    const Bytes bytes = read(zero + n + k * kLanes);
-    const Vector middle = Floats(Unsigned(bytes));
-    Vector factor = {};
-    if (Whole)
-      factor = Load(scale + n + k * kLanes);
-    else
-      std::memcpy(&factor, scale + n, rest * sizeof(float));
+    Vector middle;
+    if constexpr (std::is_same_v<Z, float>) {
+      middle = floats(zero + n + k * kLanes);
+    } else {
+      middle = Floats(Unsigned(read(zero + n + k * kLanes)));
+    }
+    const Vector factor = floats(scale + n + k * kLanes);
     for (int r = 0; r < R; r++) {
       float* into = y + r * kStrip + k * kLanes;
       Store(into, Fma(factor, Fma(Splat(-totals[r * of.groups]), middle, sum[r][k]), Load(into)));
@@ -430,9 +436,9 @@ inline void AddGroup(const L& levels, const Weights& of, const float* x, const f
   }
 }
 
-template <class L>
+template <class L, typename Z>
 void OfWeights(ffi::ThreadPool& pool, const L& levels, const Weights& of, const float* x, const uint8_t* codes,
-               const float* scale, const uint8_t* zero, float* y, int64_t rows) {
+               const float* scale, const Z* zero, float* y, int64_t rows) {
   const int64_t group = of.inputs / of.groups;
   std::vector<float> totals(rows * of.groups);
   for (int64_t i = 0; i < rows * of.groups; i++) {
@@ -510,17 +516,25 @@ ffi::Error RunVectors(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
   });
 }
 
-// x [rows, in], codes [groups, byte rows, out], scale and zero [groups, out]; y [rows, out].
+// x [rows, in], codes [groups, byte rows, out], scale and zero [groups, out], zero of codes or of floats; y [rows, out].
 ffi::Error RunWeights(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> codes,
-                      ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::U8> zero, ffi::Buffer<ffi::F32> levels,
+                      ffi::Buffer<ffi::F32> scale, ffi::AnyBuffer zero, ffi::Buffer<ffi::F32> levels,
                       ffi::ResultBuffer<ffi::F32> y, int64_t bits) {
   if (y->element_count() == 0) return ffi::Error::Success();
   const auto shape = codes.dimensions();
   const Weights of{x.dimensions()[1], shape[2], shape[0], shape[1]};
   if (x.dimensions()[0] > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
+  if (zero.element_type() != ffi::U8 && zero.element_type() != ffi::F32)
+    return ffi::Error::InvalidArgument("zeros are uint8 or float32");
   return WithLevels(bits, "integer", levels.typed_data(), levels.element_count(), [&](const auto& each) {
-    OfWeights(pool, each, of, x.typed_data(), codes.typed_data(), scale.typed_data(), zero.typed_data(),
-              y->typed_data(), x.dimensions()[0]);
+    const auto run = [&](const auto* zeros) {
+      OfWeights(pool, each, of, x.typed_data(), codes.typed_data(), scale.typed_data(), zeros, y->typed_data(),
+                x.dimensions()[0]);
+    };
+    if (zero.element_type() == ffi::U8)
+      run(static_cast<const uint8_t*>(zero.untyped_data()));
+    else
+      run(static_cast<const float*>(zero.untyped_data()));
   });
 }
 
@@ -547,7 +561,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxCodedWeights, RunWeights,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::U8>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("bits"));

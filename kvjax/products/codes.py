@@ -125,7 +125,7 @@ def weights_product(x: Array, codes: Array, scale: Array, zero: Array, bits: int
       x: [rows, in], at most 64 rows.
       codes: [G, g · bits / 8, out] uint8; see `kvjax.products.quantized.QuantizedMatrix`.
       scale: [G, out] float.
-      zero: [G, out] uint8, the code of 0.
+      zero: [G, out] uint8 or float32, the code of 0.
       bits: of a code, one of `WIDTHS`.
 
     Returns:

@@ -44,7 +44,7 @@ class QuantizedMatrix:
       codes: [G, g · bits / 8, out] uint8. Code c of byte row r, from the lowest bits up, is of input
         c · g · bits / 8 + r of its group.
       scale: [G, out], float.
-      zero: [G, out] uint8, the code of 0.
+      zero: [G, out] uint8, the code of 0; float32 where 0 is between two codes (`kvjax.checkpoint.gguf`).
       order: [in] int32, the input that each row of codes multiplies; None if that is their own order.
       bits: of a code, one of `WIDTHS`.
     """
@@ -261,7 +261,8 @@ def _tied_by_value(matrix: QuantizedMatrix, x: Array) -> QuantizedMatrix:
     before the loop of all steps. That the part is 0 only the compiler of machine code sees.
     """
     sign = jnp.signbit(x[(0,) * x.ndim]).astype(jnp.uint8)
-    return dataclasses.replace(matrix, codes=matrix.codes ^ (sign >> 1), zero=matrix.zero ^ (sign >> 1))
+    zero = matrix.zero if jnp.issubdtype(matrix.zero.dtype, jnp.floating) else matrix.zero ^ (sign >> 1)
+    return dataclasses.replace(matrix, codes=matrix.codes ^ (sign >> 1), zero=zero)
 
 
 def quantized_shape(shape: tuple[int, ...], bits: int, group: int, dtype: DTypeLike) -> QuantizedMatrix:

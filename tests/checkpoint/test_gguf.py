@@ -18,6 +18,7 @@ from kvjax.checkpoint.gguf.architectures import ARCHITECTURES
 from kvjax.checkpoint.gguf.elements import TYPES
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import families
+from kvjax.products.quantized import dequantize, is_quantized
 from tests.checkpoint import folders
 from tests.models.test_parity import log_probabilities
 
@@ -223,6 +224,47 @@ def test_types_of_tensors(kind, tmp_path):
     np.testing.assert_array_equal(stored.read(np.dtype(np.float32)), expected)
     rows = stored.read_block([[(1, 2), (4, 6)], [(100, 300)]], np.dtype(np.float32))
     np.testing.assert_array_equal(rows, expected[[1, 4, 5], 100:300])
+
+
+KINDS = {"attn_q": "Q4_1", "attn_k": "Q4_0", "attn_v": "Q8_0", "attn_output": "Q4_1", "ffn": "Q4_0"}
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2"])
+def test_codes_are_kept(name, tmp_path):
+    path = tmp_path / "model.gguf"
+    raw, config, params = small(name, **WIDE)
+    tensors = folders.tensors(config, params)
+    # One group without a spread: its numbers are all its minimum.
+    flat = next(value for key, value in tensors.items() if "layers.0.self_attn.q_proj.weight" in key)
+    flat[3, :32] = -0.5
+    writer.write(path, raw, tensors, kinds=KINDS)
+    exact, kept = (kvjax.load(path, dtype=jnp.float32, weights=weights) for weights in (None, "stored"))
+    matrices = 0
+    for (_, expected), (_, found) in zip(
+        jax.tree_util.tree_leaves_with_path(exact.params),
+        jax.tree_util.tree_leaves_with_path(kept.params, is_leaf=is_quantized),
+        strict=True,
+    ):
+        if is_quantized(found):
+            matrices += 1
+            assert found.group == 32
+            np.testing.assert_allclose(dequantize(found), expected, rtol=1e-6, atol=2e-6)
+        else:
+            np.testing.assert_array_equal(found, expected)
+    assert matrices == 14
+    with pytest.raises(CheckpointError, match="between two of its codes"):
+        kvjax.save(kept, tmp_path / "saved")
+    tokens = np.arange(12)[None]
+    np.testing.assert_allclose(log_probabilities(kept, tokens), log_probabilities(exact, tokens), atol=2e-3)
+
+
+def test_codes_that_are_not_there(tmp_path):
+    written(tmp_path / "model.gguf", "llama")
+    with pytest.raises(ConfigError, match="no matrix of the types Q8_0, Q4_0, Q4_1"):
+        kvjax.load(tmp_path / "model.gguf", weights="stored")
+    with pytest.raises(ConfigError, match="holds exact weights"):
+        kvjax.load("kvjax-tiny", weights="stored")
 
 
 def test_unknown_types_are_refused_by_name(tmp_path):

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from kvjax.checkpoint import names
+from kvjax.checkpoint.gguf import codes
 from kvjax.checkpoint.gguf.architectures import Architecture, architecture_of
 from kvjax.checkpoint.gguf.container import Container, TensorInfo
 from kvjax.checkpoint.gguf.elements import check_type, elements_of
 from kvjax.checkpoint.readers import Range, Stored
 from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
+from kvjax.products.quantized import QuantizedMatrix
 from kvjax.typing import Foreign
 
 #: Tensors that hold settings, which `architectures` reads, and no parameters.
@@ -55,6 +57,21 @@ def stored(container: Container, config: DecoderConfig) -> list[Stored]:
             found.append(_stored(container.tensors[name], tensor, index, offset))
     rest = [info for name, info in container.tensors.items() if name not in used and name not in SETTINGS]
     return found + [_stored(info) for info in rest]
+
+
+def coded(container: Container, config: DecoderConfig, tensor: names.Tensor) -> list[QuantizedMatrix] | None:
+    """Reads the parameters of a tensor as the codes that the file has; None if it has none of that kind.
+
+    Args:
+      container: the file.
+      config: the decoder.
+      tensor: of `tensors`.
+    """
+    name, index = _name_in_file(tensor.name, config.num_layers, architecture_of(container))
+    info = container.tensors.get(name)
+    if info is None or codes.kind_of(info) not in codes.KEPT:
+        return None
+    return codes.read(info, tensor, index)
 
 
 def _name_in_file(name: str, layers: int, architecture: Architecture) -> tuple[str, int | None]:
