@@ -278,8 +278,8 @@ def written(tensor: names.Tensor, matrices: list[QuantizedMatrix]) -> dict[str, 
     inputs, outputs = matrices[0].shape[0], sum(matrix.shape[1] for matrix in matrices)
     if any(np.issubdtype(matrix.zero.dtype, np.floating) for matrix in matrices):
         raise CheckpointError(
-            f"{tensor.name} cannot be saved: 0 is between two of its codes, as in GGUF's Q4_1, and GPTQ's format has no "
-            "such zeros. Load the model without weights='stored'. Nothing was saved."
+            f"{tensor.name} cannot be saved: 0 is between two of its codes, as in GGUF's Q4_1, and GPTQ's format has "
+            "no such zeros. Load the model without weights='stored'. Nothing was saved."
         )
     if inputs % per_word or outputs % per_word:
         raise CheckpointError(
