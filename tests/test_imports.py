@@ -119,3 +119,34 @@ def test_a_pickle_is_read_where_kvjax_is_not_imported(tmp_path):
     program = f"import pickle, pathlib\nprint(pickle.loads(pathlib.Path({str(tmp_path / 'spec')!r}).read_bytes()).name)"
     done, _ = run(program, tmp_path)
     assert done.stdout.strip() == spec.name
+
+
+def test_threads_that_use_their_first_names_at_once(tmp_path):
+    """Each import is finished before another thread's begins: jax's modules import each other."""
+    program = """
+import threading, kvjax
+names = ("load", "generate_text", "CacheSpec", "policies", "Model", "storage", "log_likelihood", "save")
+barrier, failed = threading.Barrier(len(names)), []
+
+def use(name):
+    barrier.wait()
+    try:
+        getattr(kvjax, name)
+    except BaseException as error:
+        failed.append((name, repr(error)))
+
+threads = [threading.Thread(target=use, args=(name,)) for name in names]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(failed)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_dir_has_every_public_name():
+    import kvjax
+
+    assert set(kvjax.__all__) <= set(dir(kvjax))

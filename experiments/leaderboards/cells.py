@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from experiments import config as configs
+from experiments import specs
 from experiments.config import ExperimentConfig, PolicyConfig, TasksConfig
 from experiments.leaderboards.config import LeaderboardConfig
 from kvjax.errors import ConfigError
@@ -34,7 +35,7 @@ def cells(config: LeaderboardConfig) -> dict[str, list[Cell]]:
     """Returns the cells of each cache.
 
     Raises:
-      ConfigError: if a cache is listed twice, or a budget is no share.
+      ConfigError: if a cache is listed twice, a budget is no share, or a cache has none.
     """
     listed = [*config.caches, *config.unlimited]
     if doubled := next((cache for cache in listed if listed.count(cache) > 1), None):
@@ -42,6 +43,10 @@ def cells(config: LeaderboardConfig) -> dict[str, list[Cell]]:
     if not config.budgets or not all(0 < budget <= 1 for budget in config.budgets):
         raise ConfigError(f"budgets must be shares of the prompt, above 0 and at most 1; got {config.budgets}.")
     found = {cache: [Cell(cache, budget) for budget in config.budgets] for cache in config.caches}
+    for cache, own in found.items():
+        made = [specs.build_spec(next(experiments(config, cell))[1]) for cell in own]
+        if len(made) > 1 and all(spec == made[0] for spec in made):
+            raise ConfigError(f"{cache!r} is the same cache at every budget; list it in unlimited.")
     return found | {cache: [Cell(cache, None)] for cache in config.unlimited}
 
 
@@ -61,7 +66,7 @@ def experiments(config: LeaderboardConfig, cell: Cell) -> Iterator[tuple[JsonObj
     """Yields the experiments of a cell: one for each text, the first of which has the tasks too.
 
     Yields:
-      What the experiment is of, and its config, whose baseline is the full cache.
+      The cell and the text of the experiment, and its config, whose baseline is the full cache.
     """
     policy, *others = (part.strip() for part in filled(cell, config.data.prompt_length).split(configs.JOINED))
     axes: dict[parse.Axis, str] = {}
@@ -110,7 +115,7 @@ def row(cell: Cell, found: Sequence[Mapping], given: Sequence[str]) -> JsonObjec
     """
     made: JsonObject = {"cache": cell.cache, "budget": cell.budget, "command": command(given, cell)}
     if failed := [result for result in found if result["status"] != "ok"]:
-        return made | {"status": failed[0]["status"], "error": failed[0].get("error")}
+        return made | {"status": failed[0]["status"], "error": failed[0].get("error", "left to another worker")}
     nats, full, tasks = {}, {}, {}
     for result in found:
         text = result["swept"]["text"] or "generated"

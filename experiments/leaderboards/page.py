@@ -15,15 +15,27 @@ from kvjax.typing import JsonObject
 PAGE = "leaderboard.md"
 RESAMPLES = 2_000
 LOW, HIGH = 2.5, 97.5  # percentiles of a 95 % interval
+MAX_PERCENT = 1e5  # that is written out
+MAX_NATS = 700.0  # whose exponential is a float64
+MIN_VALUES = 8  # rows or questions of which the bootstrap says something
 LOSS, HELD, RANK = "perplexity", "held", "mean rank"
-TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000)  # of the axes
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000)  # of the axes
+
+ABOUT = """\
+{model} in {dtype} on {machines}. Perplexity is that of {new} tokens after prompts of {prompt}, by teacher forcing, on
+{rows} rows of each text ({texts}); it is given as what it is above the full cache's on the same rows. Scores of tasks
+are means over their questions, of 100. In parentheses are 95 % intervals, by the bootstrap over rows or questions where
+there are at least {least}: this page alone cannot tell caches whose intervals overlap from each other. *Held* is the
+share of the bytes of a full cache in {dtype}. *Mean rank* is over perplexity and tasks, among the caches of the same
+table, whatever they hold; 1 is the best."""
 
 
 def sizes(config: LeaderboardConfig) -> JsonObject:
     """Returns the sizes that the page states."""
     return {
-        "model": config.model.path, "texts": [text.rsplit("/", 1)[-1] for text in config.texts],
-        "rows": config.data.num_sequences, "prompt": config.data.prompt_length, "new": config.data.new_tokens,
+        "model": config.model.path, "dtype": config.model.dtype or "the dtype of the platform",
+        "texts": [text.rsplit("/", 1)[-1] for text in config.texts], "rows": config.data.num_sequences,
+        "prompt": config.data.prompt_length, "new": config.data.new_tokens,
     }  # fmt: skip
 
 
@@ -45,6 +57,20 @@ def interval(values: ArrayLike, name: str) -> tuple[float, float]:
 def loss_of(row: Mapping[str, Any]) -> np.ndarray:
     """Returns what each row of the texts costs above the full cache, [rows] nats a token."""
     return np.concatenate([np.subtract(row["nats"][text], row["full_nats"][text]) for text in row["nats"]])
+
+
+def _percent(nats: float) -> float:
+    """Returns by how many percent a perplexity is larger, given the difference in nats."""
+    return 100 * math.expm1(min(nats, MAX_NATS))
+
+
+def _shown(percent: float) -> str:
+    return f"{percent:+.1f}" if abs(percent) < MAX_PERCENT else f"{percent:+.1e}"
+
+
+def is_finite(row: Mapping[str, Any]) -> bool:
+    """Returns whether all scores of a row are numbers."""
+    return bool(np.isfinite(loss_of(row)).all() and all(np.isfinite(t["scores"]).all() for t in row["tasks"].values()))
 
 
 def scored(row: Mapping[str, Any]) -> dict[str, float]:
@@ -74,22 +100,28 @@ def cells_of(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]
       names: task -> the head of its column.
     """
     loss, seed = loss_of(row), f"{row['cache']} {row['budget']}"
-    low, high = (100 * math.expm1(x) for x in interval(loss, seed))
+    low, high = (_percent(x) for x in interval(loss, seed))
     found = {
         "cache": f"`{row['cache']}`",
         HELD: f"{100 * _held(row):.0f} %",
-        LOSS: f"{100 * math.expm1(loss.mean()):+.1f} % ({low:+.1f} to {high:+.1f})",
+        LOSS: f"{_shown(_percent(loss.mean()))} %",
     }
+    if loss.size >= MIN_VALUES:
+        found[LOSS] += f" ({_shown(low)} to {_shown(high)})"
     for task, each in row["tasks"].items():
         low, high = interval(each["scores"], seed + task)
-        found[names[task]] = f"{np.mean(each['scores']):.0f} ({low:.0f} to {high:.0f})"
+        found[names[task]] = f"{np.mean(each['scores']):.0f}"
+        if len(each["scores"]) >= MIN_VALUES:
+            found[names[task]] += f" ({low:.0f} to {high:.0f})"
     return found
 
 
 def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
     """Returns the files of a page: name -> content."""
-    done = [row for row in found["rows"] if row["status"] == "ok"]
+    measured = [row for row in found["rows"] if row["status"] == "ok"]
+    done = [row for row in measured if is_finite(row)]
     failed = [row for row in found["rows"] if row["status"] != "ok"]
+    failed += [row | {"error": "a score is not a number"} for row in measured if not is_finite(row)]
     if not done:
         return {PAGE: f"# Leaderboard\n\nNo cell has a result.\n\n{_failures(failed)}"}
     names = tables.short_names(list(dict.fromkeys(task for row in done for task in row["tasks"])))
@@ -98,14 +130,7 @@ def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
         f"{row['machine']['device']} ({row['machine']['cpu']}), jax {row['machine']['jax']}" for row in done
     )
     texts = ", ".join(size["texts"]) or "a generated text"
-    about = (
-        f"{size['model']} on {' and '.join(machines)}. Perplexity: "
-        f"{size['new']} tokens after prompts of {size['prompt']}, by teacher forcing, {size['rows']} rows of each of "
-        f"{texts}; what it is above the full cache's on the same rows. Tasks: the mean score of their questions, of "
-        "100. In parentheses are 95 % intervals, by the bootstrap over rows or questions: caches whose intervals "
-        "overlap are not told apart by this page. *Held* is the share of the full cache's bytes. *Mean rank* is over "
-        "perplexity and tasks, among the caches of the same table; 1 is the best."
-    )
+    about = ABOUT.format(**(size | {"texts": texts}), machines=" and ".join(machines), least=MIN_VALUES)
     sections = ["# Leaderboard", "", about, "", f"`{found['command']}`", ""]
     full = {"cache": "`full`"} | {
         names[task]: f"{np.mean(each['full']):.0f}" for task, each in done[0]["tasks"].items()
@@ -113,7 +138,8 @@ def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
     perplexity = ", ".join(
         f"{math.exp(np.mean(nats)):.2f} ({text.rsplit('/', 1)[-1]})" for text, nats in done[0]["full_nats"].items()
     )
-    sections += [f"The full cache: perplexity {perplexity}.", "", tables.table([full], "github"), ""]
+    sections += [f"The full cache: perplexity {perplexity}.", ""]
+    sections += [tables.table([full], "github"), ""] if names else []
     for budget in [*sorted({row["budget"] for row in done if row["budget"] is not None}), None]:
         own = [row for row in done if row["budget"] == budget]
         if not own:
@@ -142,9 +168,11 @@ def _tick(axis: Any, values: Sequence[float]) -> None:
     from matplotlib.ticker import NullLocator
 
     low, high = min(values), max(values)
-    first = max((tick for tick in TICKS if tick <= low), default=min(low, 0))
-    last = min((tick for tick in TICKS if tick >= high), default=high)
-    shown = [tick for tick in (0, *TICKS) if first <= tick <= last]
+    # An axis of shares begins above 0; one of differences may have 0 on it.
+    ticks = TICKS if axis.get_scale() == "log" else (0, *TICKS)
+    first = max((tick for tick in ticks if tick <= low), default=low)
+    last = min((tick for tick in ticks if tick >= high and tick > first), default=max(high, first + 1))
+    shown = [tick for tick in ticks if first <= tick <= last]
     axis.set_minor_locator(NullLocator())
     axis.set_ticks(shown, [f"{tick:g}" for tick in shown])
     axis.axes.set(**{f"{axis.axis_name}lim": (first, last)})
@@ -152,7 +180,7 @@ def _tick(axis: Any, values: Sequence[float]) -> None:
 
 def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
     """Draws perplexity, and the mean of all tasks, against the share of bytes held."""
-    panels = [("perplexity above full, %", lambda row: 100 * math.expm1(loss_of(row).mean()), True)]
+    panels = [("perplexity above full, %", lambda row: _percent(loss_of(row).mean()), True)]
     if any(row["tasks"] for row in rows):
         mean = lambda row: np.mean([np.mean(each["scores"]) for each in row["tasks"].values()])  # noqa: E731
         panels.append(("mean score of tasks", mean, False))

@@ -11,6 +11,7 @@ from experiments.leaderboards import cells, page
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import sweep
 from experiments.runs.session import Session
+from experiments.sweeps.sharing import MISSING
 from kvjax.errors import ConfigError
 from kvjax.parallel import distributed
 from kvjax.typing import JsonObject
@@ -30,19 +31,23 @@ def run(config: LeaderboardConfig, given: Sequence[str] = (), *, rerun: bool = F
     Returns:
       The rows of the page, see `experiments.leaderboards.cells.row`.
     """
-    session, rows = Session(resume=not rerun), []
-    for own in cells.cells(config).values():
-        combinations, counts = [], []
-        for cell in own:
-            made = list(cells.experiments(config, cell))
-            combinations += made
-            counts.append(len(made))
-        # All budgets of a cache in one call, so that they share programs.
-        _, found = sweep.run_all(combinations[0][1], combinations, rerun=rerun, session=session)
-        for cell, count in zip(own, counts, strict=True):
-            rows.append(cells.row(cell, found[:count], given))
-            found = found[count:]
-    return rows
+    session, listed = Session(resume=not rerun), cells.cells(config)
+    rows: dict[str, list[JsonObject]] = {}
+    # Other workers may have what was left to them by the time that the rest is done.
+    for again in (False, True):
+        for cache, own in listed.items():
+            if again and all(row["status"] != MISSING for row in rows[cache]):
+                continue
+            # All budgets of a cache in one call, so that they share programs.
+            combinations = [list(cells.experiments(config, cell)) for cell in own]
+            every = [each for made in combinations for each in made]
+            _, found = sweep.run_all(every[0][1], every, rerun=rerun and not again, session=session)
+            results_of = iter(found)
+            rows[cache] = [
+                cells.row(cell, [next(results_of) for _ in made], given)
+                for cell, made in zip(own, combinations, strict=True)
+            ]
+    return [row for cache in listed for row in rows[cache]]
 
 
 def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[str]) -> int:
@@ -72,8 +77,11 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
         results.write(folder / JSON_FILE, results.to_json(found))
     for file, content in page.files(found).items():
         results.write(folder / file, content)
-    failed = [row for row in found["rows"] if row["status"] != "ok"]
+    failed = [row for row in found["rows"] if row["status"] not in ("ok", MISSING)]
     for row in failed:
-        print(f"{row['status']}, {row['cache']} at {row['budget']}: {row.get('error')}", file=sys.stderr)
-    print(f"{len(found['rows']) - len(failed)} of {len(found['rows'])} cells; page in {folder}/{page.PAGE}")
+        print(f"failed, {row['cache']} at {row['budget']}: {row['error']}", file=sys.stderr)
+    done = sum(row["status"] == "ok" for row in found["rows"])
+    print(f"{done} of {len(found['rows'])} cells; page in {folder}/{page.PAGE}")
+    if any(row["status"] == MISSING for row in found["rows"]):
+        print("Other workers have the rest; the last one writes the whole page, and so does the same command then.")
     return SOME_FAILED if failed else 0

@@ -188,7 +188,7 @@ class _Source:
     Attributes:
       path: the folder or the file.
       config: its ``config.json``.
-      described_by: what says which tensors there are, for messages.
+      described_by: the part of the checkpoint that lists the tensors, for messages.
       tokenizer: makes the tokenizer.
       tensors: opens the tensors.
       expected: the tensors of a decoder.
@@ -209,7 +209,7 @@ class _Source:
 
 
 def _open_source(checkpoint: Path) -> _Source:
-    return _gguf(checkpoint) if checkpoint.suffix == gguf.SUFFIX else _folder(checkpoint)
+    return _gguf(checkpoint) if checkpoint.is_file() else _folder(checkpoint)
 
 
 def _folder(folder: Path) -> _Source:

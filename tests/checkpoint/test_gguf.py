@@ -357,6 +357,69 @@ def test_refusals(change, reason, tmp_path):
         read()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer.ggml.pre": ["a"]},
+        {"tokenizer.ggml.merges": [1, 2]},
+        {"tokenizer.ggml.tokens": 3},
+        {"tokenizer.ggml.eos_token_id": [2]},
+        {"tokenizer.chat_template": "\udcff"},
+        {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": ["x"] * 103},
+        {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * 103, "tokenizer.ggml.bos_token_id": 5000},
+        {"llama.block_count": 2**32},
+        {"llama.attention.head_count": "two"},
+        {"llama.embedding_length": 0},
+    ],
+    ids=str,
+)
+def test_metadata_of_wrong_types(change, tmp_path):
+    path = tmp_path / "model.gguf"
+    written(path, "llama", vocabulary=byte_level("gpt-2"))
+    container = files.read(path)
+    assert len(container.metadata["tokenizer.ggml.tokens"]) == 103
+    changed = dataclasses.replace(container, metadata={**container.metadata, **change})
+
+    def read():
+        families.read(files.config_json(changed))
+        files.tokenizer_files(changed)
+
+    with pytest.raises((CheckpointError, ConfigError)):
+        read()
+
+
+def test_settings_that_are_absent_are_those_of_llama_cpp(tmp_path):
+    path = tmp_path / "model.gguf"
+    for name, layers in (("mixtral", 2), ("smollm3", 5), ("qwen2", 2), ("starcoder2", 2)):
+        written(path, name)
+        container = files.read(path)
+        family = container.metadata["general.architecture"]
+        absent = ("rope.freq_base", "attention.head_count_kv", "attention.key_length", "attention.value_length")
+        metadata = {k: v for k, v in container.metadata.items() if k not in {f"{family}.{key}" for key in absent}}
+        config = families.read(files.config_json(dataclasses.replace(container, metadata=metadata)))
+        assert (config.num_layers, config.num_kv_heads, config.head_dim) == (layers, 4, 4)
+        assert config.rope.theta == 10_000
+
+
+def test_factors_without_a_type_are_linear(tmp_path):
+    path = tmp_path / "model.gguf"
+    written(path, "llama")
+    container = files.read(path)
+    for change in ({"llama.rope.scaling.factor": 4.0}, {"llama.rope.scale_linear": 4.0}):
+        raw = files.config_json(dataclasses.replace(container, metadata={**container.metadata, **change}))
+        assert raw["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, "llama.rope.scaling.attn_factor": 0.5}
+    raw = files.config_json(dataclasses.replace(container, metadata={**container.metadata, **yarn}))
+    assert raw["rope_scaling"]["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * np.log(4)))
+
+
+def test_names_that_only_look_like_parts(tmp_path):
+    for name in ("x-00001-of-00000.gguf", "y-00005-of-00001.gguf"):
+        _, params, _ = written(tmp_path / "model.gguf", "llama")
+        (tmp_path / "model.gguf").rename(tmp_path / name)
+        assert_equal(kvjax.load(tmp_path / name, dtype=jnp.float32).params, params)
+
+
 def test_other_versions_and_byte_orders(tmp_path):
     path = tmp_path / "model.gguf"
     for version, reason in ((1, "version 1"), (struct.unpack("<I", struct.pack(">I", 3))[0], "byte order")):

@@ -56,6 +56,8 @@ def test_budgets_in_texts():
         ({"caches": ("h2o", "h2o")}, "listed twice"),
         ({"budgets": (0.0, 0.5)}, "shares of the prompt"),
         ({"budgets": ()}, "shares of the prompt"),
+        ({"caches": ("full + int8",)}, "same cache at every budget"),
+        ({"caches": ("h2o(0.3)",)}, "same cache at every budget"),
     ],
 )
 def test_refused(changes, reason):
@@ -101,6 +103,8 @@ def test_page_of_rows():
         {"cache": "roco", "budget": 0.1, "status": "failed", "error": "it broke"},
     ]
     sizes = page.sizes(config(texts=("folder/a.txt",)))
+    rows.append(made("broken", 0.1, [1.2, math.nan], [0.0, 0.0]))
+    rows.append(made("far", 0.1, [900.0, 900.0], [0.0, 0.0]))
     files = page.files({"rows": rows, "sizes": sizes, "command": "the command"})
     text = files[page.PAGE]
     assert text.index("`h2o`") < text.index("`window`")
@@ -108,9 +112,10 @@ def test_page_of_rows():
     assert "+35.0 %" in text
     assert "perplexity 2.72 (a.txt)" in text
     assert "Not measured: `roco` at 0.1: it broke" in text
+    assert "Not measured: `broken` at 0.1: a score is not a number" in text
     assert "## Without a budget" in text
     assert files["leaderboard.png"].startswith(b"\x89PNG")
-    assert "No cell" in page.files({"rows": rows[-1:], "sizes": sizes, "command": "x"})[page.PAGE]
+    assert "No cell" in page.files({"rows": rows[3:4], "sizes": sizes, "command": "x"})[page.PAGE]
 
 
 @pytest.mark.filterwarnings("ignore:budget 0.* leaves")
@@ -139,4 +144,5 @@ def test_end_to_end_and_again(tmp_path, capsys):
     (folder / page.PAGE).unlink()
     assert leaderboard.main([*command, f"--page={folder / program.JSON_FILE}"]) == 0
     assert (folder / page.PAGE).read_text() == text
+    # A worker that finds the results of others has the whole page.
     assert "4 of 4 cells" in capsys.readouterr().out

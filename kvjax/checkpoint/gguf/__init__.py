@@ -2,7 +2,7 @@
 
 `container` reads the header, `architectures` converts it to a ``config.json`` and `vocabulary` to the files of a
 tokenizer. `weights` gives the tensors the names of Hugging Face checkpoints, and `elements` dequantises them, or
-`codes` keeps the codes. All that follows is common to all formats.
+`codes` keeps the codes. The rest of loading is the same for all formats.
 
 The format is described in the repository ggml-org/ggml, docs/gguf.md.
 """

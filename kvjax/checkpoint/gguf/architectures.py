@@ -5,6 +5,7 @@ and so is a mixtral, which has a number of experts.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +13,11 @@ import numpy as np
 
 from kvjax.checkpoint.gguf.container import Container
 from kvjax.checkpoint.gguf.elements import vector
+from kvjax.checkpoint.gguf.metadata_errors import checked
 from kvjax.errors import CheckpointError, ConfigError, shown
+from kvjax.models import values
 from kvjax.models.family import FULL, SLIDING
+from kvjax.models.rope_config import YARN_SLOPE
 from kvjax.models.values import Json
 
 #: Key of metadata -> key of ``config.json``, in most families.
@@ -30,7 +34,7 @@ _USUAL = {
 }
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _GEMMA = _USUAL | _WINDOW
-#: Keys of which a decoder cannot be made without.
+#: Keys without which a decoder cannot be made.
 _NEEDED = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
 #: Ends of generation, by their keys in ``tokenizer.ggml``: of text, of a turn and of a message.
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -39,6 +43,7 @@ END_TOKENS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>"}
 )
 CONTROL = 3  # type of a token
+_THETA = 10_000.0  # base of the frequencies where the file has none, as in llama.cpp
 _LARGE_GEMMA2, _LARGE_GEMMA3 = 46, 62  # layers of the models of 27 billion parameters, whose queries have another scale
 _GEMMA3_PERIOD, _GEMMA3_LOCAL_THETA = 6, 10_000.0
 
@@ -233,6 +238,7 @@ def architecture_of(container: Container) -> Architecture:
     return ARCHITECTURES[name]
 
 
+@checked
 def config_json(container: Container) -> Json:
     """Converts metadata to a ``config.json``.
 
@@ -245,16 +251,27 @@ def config_json(container: Container) -> Json:
     """
     architecture = architecture_of(container)
     source = Source(container, architecture.name)
-    if absent := [key for key in _NEEDED if source.get(key) is None]:
-        raise CheckpointError(f"{container.path} lacks {architecture.name}.{absent[0]}, a setting of every decoder.")
-    found: Json = {"model_type": architecture.family, **_tokens(container)}
+    for key in _NEEDED:
+        maximum = values.MAX_LAYERS if key == "block_count" else values.MAX_SIZE
+        if not values.is_whole(value := source.get(key), 1, maximum):
+            raise CheckpointError(
+                f"{container.path}: {architecture.name}.{key}, a setting of every decoder, must be a whole number from "
+                f"1 to {maximum}, but is {shown(value)}."
+            )
+    hidden, heads = source.get("embedding_length"), source.get("attention.head_count")
+    # The defaults are llama.cpp's, which are not those of Hugging Face's families.
+    found: Json = {"rope_theta": _THETA, "num_key_value_heads": heads}
+    if hidden % heads == 0:
+        found["head_dim"] = hidden // heads
+    found |= {"model_type": architecture.family, **_tokens(container)}
     for key, name in architecture.keys.items():
         if (value := source.get(key)) is not None:
             found[name] = value
-    keys, values = (source.get(f"attention.{kind}_length") for kind in ("key", "value"))
-    if values is not None and values != keys:
+    features = source.get("attention.value_length", found.get("head_dim"))
+    if features != found.get("head_dim"):
         raise ConfigError(
-            f"{container.path}: values have {values} features and keys {keys}; in kvjax both have the same number."
+            f"{container.path}: values have {features} features and keys {found.get('head_dim')}; in kvjax both have "
+            "the same number."
         )
     # A window of 0 means none.
     found["sliding_window"] = found.get("sliding_window") or None
@@ -288,7 +305,9 @@ def _tokens(container: Container) -> Json:
 
 def _rope_scaling(source: Source) -> Json | None:
     """Returns the scaling of the rotary embedding as ``config.json`` has it, or None."""
-    kind = source.get("rope.scaling.type", "none")
+    factor = source.get("rope.scaling.factor", source.get("rope.scale_linear", 1.0)) or 1.0
+    # Without a type, a factor is that of linear scaling.
+    kind = source.get("rope.scaling.type", "none" if factor == 1 else "linear")
     original = source.get("rope.scaling.original_context_length") or source.get("context_length")
     if factors := vector(source.container, "rope_freqs.weight"):
         # The factors of LLaMA 3, one for each frequency, whatever the length of the text.
@@ -304,20 +323,23 @@ def _rope_scaling(source: Source) -> Json | None:
     long, short = (vector(source.container, f"rope_factors_{length}.weight") for length in ("long", "short"))
     if long and short:
         scaling: Json = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        if (factor := source.get("rope.scaling.attn_factor")) is not None:
-            scaling["attention_factor"] = factor
+        if (attention := source.get("rope.scaling.attn_factor")) is not None:
+            scaling["attention_factor"] = attention
         return scaling if source.architecture == "phi3" else scaling | {"original_max_position_embeddings": original}
     match kind:
         case "none":
             return None
         case "linear":
-            return {"rope_type": "linear", "factor": source.get("rope.scaling.factor", 1.0)}
+            return {"rope_type": "linear", "factor": factor}
         case "yarn":
             found: Json = {
                 "rope_type": "yarn",
-                "factor": source.get("rope.scaling.factor", 1.0),
+                "factor": factor,
                 "original_max_position_embeddings": original,
             }
+            attention = source.get("rope.scaling.attn_factor", source.get("rope.scaling.yarn_attn_factor", 1.0))
+            if attention != 1:
+                found["attention_factor"] = attention * (1 + YARN_SLOPE * math.log(factor))
             for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
                 if (value := source.get(f"rope.scaling.{key}")) is not None:
                     found[name] = value

@@ -123,7 +123,8 @@ def parts(path: Path) -> Iterator[Path]:
     Raises:
       CheckpointError: if one is missing.
     """
-    if (named := _PART.fullmatch(path.name)) is None:
+    named = _PART.fullmatch(path.name)
+    if named is None or not 1 <= int(named[2]) <= int(named[3]):
         yield path
         return
     stem, count = named[1], int(named[3])

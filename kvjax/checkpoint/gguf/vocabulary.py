@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.checkpoint.gguf.container import Container
+from kvjax.checkpoint.gguf.metadata_errors import checked
 from kvjax.checkpoint.special_tokens import CONFIG_FILE
 from kvjax.errors import CheckpointError, ConfigError, shown
 from kvjax.models.values import Json
@@ -73,6 +74,7 @@ _TEMPLATE = "tokenizer.chat_template"
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that keep the spaces after them
 
 
+@checked
 def tokenizer_files(container: Container) -> dict[str, bytes]:
     """Returns the files of the tokenizer, {} if a file has none.
 
