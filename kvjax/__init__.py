@@ -22,6 +22,9 @@ Elsewhere
   `kvjax.planning` and `kvjax.planning.capacity`: models that do not fit on this machine. `kvjax.lm_eval`:
   lm-evaluation-harness.
 
+Names are imported when they are first used. A module that this page does not name is imported as such:
+``import kvjax.generation.prefill``.
+
 This machine
   Compiled programs are kept for later processes in the user's cache folder; `keep_programs` takes another one, or none.
   For CPUs, XLA compiles them without unrolling loops, unless ``XLA_FLAGS`` names ``--xla_backend_extra_options``.

@@ -3,8 +3,11 @@
 import ctypes
 import dataclasses
 import io
+import os
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -20,6 +23,7 @@ from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import families
 from kvjax.products.quantized import dequantize, is_quantized
 from tests.checkpoint import folders
+from tests.conftest import ROOT
 from tests.models.test_parity import log_probabilities
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need gguf")
@@ -257,6 +261,34 @@ def test_codes_are_kept(name, tmp_path):
         kvjax.save(kept, tmp_path / "saved")
     tokens = np.arange(12)[None]
     np.testing.assert_allclose(log_probabilities(kept, tokens), log_probabilities(exact, tokens), atol=2e-3)
+
+
+ON_A_MESH = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+import kvjax
+
+mesh = kvjax.make_mesh("model:2")
+for path in sys.argv[1:]:
+    for weights in (None, "int4", "stored"):
+        one, several = (kvjax.load(path, dtype=jnp.float32, weights=weights, mesh=where) for where in (None, mesh))
+        jax.tree.map(np.testing.assert_array_equal, one.params, several.params)
+        kernel = several.params["layer_0"]["mlp"]["up"]["kernel"]
+        assert len(jax.tree.leaves(kernel)[0].sharding.device_set) == 2
+        on_host = kvjax.load(path, dtype=jnp.float32, weights=weights, host_weights=0.5)
+        jax.tree.map(np.testing.assert_array_equal, one.params, on_host.params)
+print("equal")
+"""
+
+
+def test_on_a_mesh_and_in_host_memory(tmp_path):
+    for name in ("llama", "phi3"):  # one with rearranged matrices, one with fused ones
+        raw, config, params = small(name, **{key: value for key, value in WIDE.items() if key in small(name)[0]})
+        writer.write(tmp_path / f"{name}.gguf", raw, folders.tensors(config, params), kinds=KINDS)
+    command = [sys.executable, "-c", ON_A_MESH, *map(str, sorted(tmp_path.glob("*.gguf")))]
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | flags, check=False)
+    assert done.stdout.strip() == "equal", done.stderr[-2000:]
 
 
 def test_codes_that_are_not_there(tmp_path):
