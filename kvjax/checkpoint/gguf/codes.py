@@ -13,6 +13,7 @@ from kvjax.checkpoint import names
 from kvjax.checkpoint.gguf.container import TensorInfo
 from kvjax.checkpoint.memory import own
 from kvjax.checkpoint.readers import read_exactly
+from kvjax.errors import CheckpointError
 from kvjax.products.quantized import QuantizedMatrix
 
 #: Type -> bits of a code, and the code of 0 (of Q4_1 each group has its own).
@@ -46,13 +47,13 @@ def read(info: TensorInfo, tensor: names.Tensor, index: int | None) -> list[Quan
     blocks = data.reshape(outputs, inputs // elements, size)
     ends = 4 if code_of_zero is None else 2
     # [out, G]
-    scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
+    scale = _halves(info, blocks[..., :2])
     # [G, bytes of codes, out]
     codes = blocks[..., ends:].transpose(1, 2, 0)
     if bits == 8:  # signed, in the file
         codes = codes ^ _SIGN
     if code_of_zero is None:
-        low = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0].astype(np.float32)
+        low = _halves(info, blocks[..., 2:4])
         # Without a scale all numbers of a group are its minimum: 1 times (0 + minimum), whatever the codes.
         flat = scale == 0
         codes = np.where(flat.T[:, None], np.uint8(0), codes)
@@ -66,3 +67,15 @@ def read(info: TensorInfo, tensor: names.Tensor, index: int | None) -> list[Quan
         dict(zip(("codes", "scale", "zero"), map(own, each), strict=True)) for each in zip(*split, strict=True)
     ]
     return [QuantizedMatrix(bits=bits, **each) for each in made]
+
+
+def _halves(info: TensorInfo, stored: np.ndarray) -> np.ndarray:
+    """Converts float16 numbers of blocks, [out, G, 2] bytes, to [out, G] float32.
+
+    Raises:
+      CheckpointError: if one is NaN or infinite.
+    """
+    found = np.ascontiguousarray(stored).view(np.float16)[..., 0].astype(np.float32)
+    if not np.isfinite(found).all():
+        raise CheckpointError(f"{info.name} in {info.path} holds NaN or infinity: the checkpoint is damaged.")
+    return found

@@ -40,8 +40,10 @@ def elements_of(info: TensorInfo, first: int, last: int) -> Iterator[np.ndarray]
         while at < end:
             count = min(max(PIECE // elements, 1), end - at)
             data = read_exactly(file.fileno(), info.path, info.offset + at * size, count * size)
-            # [count * elements]
-            piece = gguf.quants.dequantize(data.reshape(1, -1), kind).reshape(-1)
+            # What is not finite is an error of the reader, which names the tensor.
+            with np.errstate(over="ignore", invalid="ignore"):
+                # [count * elements]
+                piece = gguf.quants.dequantize(data.reshape(1, -1), kind).reshape(-1)
             yield piece[max(first - at * elements, 0) : last - at * elements]
             at += count
 
