@@ -21,7 +21,9 @@ CONFIG = "--config=papers"
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_bool("fast", False, "few rows: all entries in a quarter of an hour, no verdict", flag_values=values)
+    flags.DEFINE_bool("fast", False, "the same as --sizes=trial", flag_values=values)
+    about = "of texts: full for small models, half for larger ones, or trial: a quarter of an hour, no verdict"
+    flags.DEFINE_enum("sizes", None, ["full", "half", "trial"], about, flag_values=values)
     flags.DEFINE_bool("list", False, "print the entries and run nothing", flag_values=values)
     flags.DEFINE_bool("page", False, "write the page of the results in --output, and run nothing", flag_values=values)
     flags.DEFINE_bool("rerun", False, "measure what there is a result of, too", flag_values=values)

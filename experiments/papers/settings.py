@@ -79,10 +79,19 @@ class Scale:
 
 
 FULL = Scale()
+# Of as many rows, prompts and questions as verdicts need, each of half the tokens: a model of 135 million parameters
+# takes a night on two cores.
+HALF = Scale(
+    prompt=384, new=64, look_rows=4, length=512, prompts=128, recall=480, references=32, questions=128, pattern=16
+)
 FAST = Scale(
     trial=True, rows=8, prompt=192, new=64, look_rows=2, length=256, prompts=8, recall=192, references=8, questions=8,
     pattern=8, tiers=(1.0,),
 )  # fmt: skip
+
+
+SCALES = {"full": FULL, "half": HALF, "trial": FAST}
+LARGE = 20_000_000  # parameters of a model whose sizes are half, where no others are named
 
 
 @dataclasses.dataclass(frozen=True)

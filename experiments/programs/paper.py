@@ -10,10 +10,13 @@ from absl import flags
 from experiments.papers import generated, runner
 from experiments.papers.config import OUTPUT, PaperConfig
 from experiments.papers.entry import registry
-from experiments.papers.settings import FAST, FULL, Settings, find_data
+from experiments.papers.settings import LARGE, SCALES, Scale, Settings, find_data
 from experiments.runs.resolve import decoder_config
 from kvjax import products
+from kvjax.models.config import DecoderConfig
+from kvjax.models.parameters import parameter_count
 from kvjax.parallel import distributed
+from kvjax.products import native
 
 SOME_FAILED = 1
 TEXTS_FOLDER = "texts"  # of generated stories, below the output
@@ -33,8 +36,8 @@ def start(config: PaperConfig, values: flags.FlagValues, names: Sequence[str]) -
     if not values.page:
         runner.entries_of(names)
     decoder = decoder_config(config.model)
-    scale = (FAST if values.fast else FULL).within(decoder.max_positions if decoder else None)
-    output = Path(values.output or (f"{OUTPUT}-fast" if values.fast else OUTPUT))
+    scale = _scale(values, decoder)
+    output = Path(values.output or (f"{OUTPUT}-fast" if scale.trial else OUTPUT))
     if values.page:
         settings = Settings(config.model, Path(), values.seed, scale)
         print(f"Wrote {output}/{runner.PAGE}: {len(runner.write_page(output, settings.described()))} entries.")
@@ -49,12 +52,32 @@ def start(config: PaperConfig, values: flags.FlagValues, names: Sequence[str]) -
     else:
         own = False
     settings = Settings(config.model, data, values.seed, scale, own)
-    # Which form of a product is the fastest depends on the machine, and its digits on the form.
-    products.use("fixed")
-    if values.fast:
+    products.use(_form(decoder))
+    if scale.trial:
         # Nearly all of a trial is compiling.
         jax.config.update("jax_disable_most_optimizations", True)
     failed = runner.run(names, settings, output, rerun=values.rerun)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return SOME_FAILED if failed else 0
+
+
+def _scale(values: flags.FlagValues, decoder: DecoderConfig | None) -> Scale:
+    """Returns the sizes that the flags name, or else those for a model of this many parameters."""
+    sizes = values.sizes or ("trial" if values.fast else "half" if _is_large(decoder) else "full")
+    return SCALES[sizes].within(decoder.max_positions if decoder else None)
+
+
+def _is_large(decoder: DecoderConfig | None) -> bool:
+    return decoder is not None and parameter_count(decoder) >= LARGE
+
+
+def _form(decoder: DecoderConfig | None) -> str:
+    """Returns the form of products; the fastest form depends on the machine, and digits depend on the form.
+
+    kvjax's own products have the same bits wherever vectors are as wide, and allow that the layers of a deep model are
+    compiled as a loop, in a third of the time.
+    """
+    products.await_native()
+    can = jax.default_backend() == "cpu" and native.load() is None
+    return "native" if can and _is_large(decoder) else products.FIXED
