@@ -15,7 +15,7 @@ LIBTPU := sys_platform == 'linux' and platform_machine == 'x86_64'
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo real test lint format clean
+.PHONY: demo real test notebooks lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m experiments.run --config=demo_tiny $(ARGS)
@@ -25,6 +25,10 @@ real: $(VENV)/.real
 
 test: $(VENV)/.test-$(EXTRAS)
 	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+
+# The outputs of the notebook that is shipped with some, and the picture that is one of them.
+notebooks: $(VENV)/.test-$(EXTRAS)
+	PYTHONPATH=. $(BIN)/python colab/execute.py
 
 lint: $(VENV)/.test-$(EXTRAS)
 	$(BIN)/ruff format --check .

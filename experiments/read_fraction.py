@@ -5,8 +5,8 @@ python -m experiments.read_fraction --input=results/reading.json --plot=results/
 
 Prompts of 984 tokens hide a fact 700 to 900 tokens before their end. Layers 0 and 1 read everything; the share is of
 the layers that select, as it was measured while the answers were generated, the new token included. A policy is drawn
-at the share of the prompt that it keeps. Perplexity is of a generated story after 256 tokens of prompt, in chunks of
-256 tokens.
+at the share of the prompt that it keeps. Perplexity is of a generated story, or of --text, after 256 tokens of prompt,
+in chunks of 256 tokens. A batch of prompts goes through the model once, for all caches.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ SHARES = ("0.005", "0.01", "0.02", "0.05", "0.1", "0.2")
 #: What can be measured; `experiments.programs.read_fraction.METHODS` builds them.
 METHODS = (
     "infinigen",
+    "infinigen_skewed",
     "infinigen_half",
     "infinigen_recent",
     "optimal",
@@ -36,9 +37,15 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("model", "kvjax-tiny", "a checkpoint folder, a hub id or a model of kvjax", flag_values=values)
     flags.DEFINE_integer("prompts", 128, "of each recall task", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("length", 984, "tokens of a prompt", lower_bound=64, flag_values=values)
-    flags.DEFINE_integer("rows", 8, "of the story", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("rows", 8, "of the text", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("text", None, "a file that is scored; else a generated story", flag_values=values)
+    flags.DEFINE_integer("text_prompt", 256, "tokens of a row that are its prompt", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("scored", 768, "tokens of a row after its prompt, at most", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("batch", 16, "prompts, or rows, that are processed at once", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("skew", None, "of `experiments.skew`, for infinigen_skewed", flag_values=values)
     flags.DEFINE_list("shares", list(SHARES), "of the prompt, in (0, 1]", flag_values=values)
-    flags.DEFINE_list("methods", list(METHODS), ", ".join(METHODS), flag_values=values)
+    without = [name for name in METHODS if name != "infinigen_skewed"]
+    flags.DEFINE_list("methods", without, ", ".join(METHODS), flag_values=values)
     flags.DEFINE_string("input", None, "draw the figures of this file, and measure nothing", flag_values=values)
     flags.DEFINE_string("output", None, "also write the figures as JSON, after every point", flag_values=values)
     flags.DEFINE_string("plot", None, "also draw the figures, as a PNG", flag_values=values)

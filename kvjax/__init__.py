@@ -7,7 +7,8 @@ Models
 Text and tokens
   `generate_text` takes texts and conversations, and returns a `TextGeneration`. `generate` takes token ids, and returns
   a `Generation`; `Greedy` and `Sample` choose the tokens. `log_likelihood` scores texts (`LogLikelihood`), and
-  `score_choices` the continuations of a context (`ChoiceScore`).
+  `score_choices` the continuations of a context (`ChoiceScore`). Within `reuse_prompts`, calls on equal prompts under
+  several caches compute them once.
 
 Caches
   `CacheSpec` is a policy, a storage and a selection. `policies`: which slots stay, such as ``policies.h2o(0.2)``.
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from kvjax.generation.likelihood import LogLikelihood, log_likelihood
     from kvjax.generation.multiple_choice import ChoiceScore, score_choices
     from kvjax.generation.options import CacheOptions
+    from kvjax.generation.prompt_reuse import reuse_prompts
     from kvjax.generation.sampling import Greedy, Sample
     from kvjax.generation.text import TextGeneration, generate_text
     from kvjax.host import keep_programs
@@ -93,6 +95,7 @@ __all__ = [
     "policies",
     "presets",
     "quantize_weights",
+    "reuse_prompts",
     "save",
     "score_choices",
     "selection",
@@ -110,6 +113,7 @@ _load, __dir__ = lazy.attach(
         "kvjax.generation.likelihood": ("LogLikelihood", "log_likelihood"),
         "kvjax.generation.multiple_choice": ("ChoiceScore", "score_choices"),
         "kvjax.generation.options": ("CacheOptions",),
+        "kvjax.generation.prompt_reuse": ("reuse_prompts",),
         "kvjax.generation.sampling": ("Greedy", "Sample"),
         "kvjax.generation.text": ("TextGeneration", "generate_text"),
         "kvjax.host": ("keep_programs",),

@@ -36,7 +36,8 @@ def define(values: flags.FlagValues) -> None:
     whole("rounds", 5, "rounds, A B B A")
     flags.DEFINE_enum("implementation", "auto", IMPLEMENTATIONS, "of kvjax's attention", flag_values=values)
     flags.DEFINE_bool("compile", False, "try torch.compile on transformers' static cache too", flag_values=values)
-    text("text", None, "a file to score, for `stream`")
+    text("text", None, "a file to score, for `stream` and `lm_eval`")
+    text("model", "kvjax-tiny", "folder, GGUF file or name of a model, for `lm_eval`")
     several("grid", "12x103x64,12x512x64,96x2048x64", "BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
     several("kinds", ",".join(KINDS), "attention with statistics `none` or `mass`, and `step`, for `kernels`")
     about = "a cache of `selections` or `storages`; may be given several times, and is else every one"
@@ -51,7 +52,7 @@ def define(values: flags.FlagValues) -> None:
     several("questions", "copa,piqa,mathqa", f"of {', '.join(multiple_choice.TASKS)}, for `lm_eval`")
     several("shots", "0", "questions with their answers before each question, for `lm_eval`")
     several("examples", "first", "which ones: the first of a file, or drawn for each question; for `lm_eval`")
-    whole("documents", 100, "questions of each task, for `lm_eval`")
+    whole("documents", 100, "questions of each task, and pieces of the text, for `lm_eval`")
     whole("requests", 2000, "requests of mixed lengths, for `serve`")
     several("servers", "", "NAME=http://HOST:PORT of servers that run the same model, for `serve`")
     about = "run Pallas kernels interpreted on this machine: their times mean nothing"

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import kvjax
 from experiments import results
 from experiments.papers import page, verdict
 from experiments.papers.entry import Entry, registry
@@ -64,7 +65,19 @@ def run(
     """
     entries = entries_of(names)
     lab = Lab(settings, output / PARTS, rerun=rerun)
-    failed = []
+    failed: list[str] = []
+    # Most parts are of the same prompts under other caches.
+    with kvjax.reuse_prompts(machine.prompt_room()):
+        output = _run_each(entries, lab, settings, output, failed, progress)
+    if len(failed) < len(entries):
+        print(f"Wrote {output}/{PAGE}, and a report, a figure and results of each entry beside it.")
+    return failed
+
+
+def _run_each(
+    entries: Sequence[Entry], lab: Lab, settings: Settings, output: Path, failed: list[str], progress: bool | None
+) -> Path:
+    """Runs entries, and adds the names of those that fail; returns the folder that was written."""
     for entry in entries:
         try:
             done = report(entry, lab, progress=progress)
@@ -84,9 +97,7 @@ def run(
             continue
         # After every entry: a run that is killed leaves a page of those that are done.
         write_page(output, settings.described())
-    if len(failed) < len(entries):
-        print(f"Wrote {output}/{PAGE}, and a report, a figure and results of each entry beside it.")
-    return failed
+    return output
 
 
 def report(entry: Entry, lab: Lab, *, progress: bool | None = None) -> Report:

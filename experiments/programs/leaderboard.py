@@ -6,10 +6,12 @@ from pathlib import Path
 
 from absl import flags
 
+import kvjax
 from experiments import results
 from experiments.leaderboards import cells, page
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import sweep
+from experiments.runs import machine
 from experiments.runs.session import Session
 from experiments.sweeps.sharing import MISSING
 from kvjax.errors import ConfigError
@@ -72,7 +74,9 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
     else:
         # The folder of results is of this machine.
         given = [each for each in argv[1:] if not each.startswith(("--config.output=", "--rerun"))]
-        rows = run(config, given, rerun=values.rerun)
+        # Cells are of the same texts under other caches.
+        with kvjax.reuse_prompts(machine.prompt_room()):
+            rows = run(config, given, rerun=values.rerun)
         found = {"command": cells.command(given), "sizes": page.sizes(config), "rows": rows}
         results.write(folder / JSON_FILE, results.to_json(found))
     for file, content in page.files(found).items():

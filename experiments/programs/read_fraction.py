@@ -1,5 +1,6 @@
 """Measures recall and perplexity of selections and policies, and draws them; see `experiments.read_fraction`."""
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -18,19 +19,22 @@ from experiments import results
 from experiments.config import DataConfig, RecallConfig
 from experiments.runs import data, machine
 from experiments.tasks.prompts import Prompt
-from experiments.tasks.score import exact_matches, make_prompts
+from experiments.tasks.score import SPARE_TOKENS, exact_matches, make_prompts
 from kvjax import policies, selection
 from kvjax.cache import CacheSpec, Limits
+from kvjax.checkpoint.skew import load_skew
 from kvjax.errors import ConfigError
 from kvjax.generation.generate import Generation
 from kvjax.models.model import Model
+from kvjax.models.skew import skewed
 from kvjax.typing import JsonObject
 
 TASKS = ("passkey", "associative")
 DISTANCES = (700 / 984, 900 / 984)  # from the end of a prompt to its fact, in prompts
 FIRST = 2  # the first layer that selects
 PAGE = 4  # tokens of a page or chunk: three pages of 16 would be 5 % of these prompts
-STORY_PROMPT, CHUNK = 256, 256  # tokens
+CHUNK = 256  # tokens
+SKEWED = "infinigen_skewed"  # the method of a model with a skew
 
 
 def _pages(slots: int) -> int:
@@ -49,6 +53,7 @@ def _shadowkv(slots: int, model: Model) -> CacheSpec:
 #: Name -> (slots of a prompt, model) -> the cache that reads, or keeps, that many.
 METHODS: Mapping[str, Callable[[int, Model], CacheSpec]] = {
     "infinigen": lambda n, _: CacheSpec(policies.full(), selection=selection.infinigen(5.0, cap=n, first_layer=FIRST)),
+    SKEWED: lambda n, _: CacheSpec(policies.full(), selection=selection.infinigen(5.0, cap=n, first_layer=FIRST)),
     # A guess of more columns, and four newest slots that are always read, of as many.
     "infinigen_half": lambda n, _: CacheSpec(
         policies.full(), selection=selection.infinigen(5.0, ratio=0.5, cap=n, first_layer=FIRST)
@@ -76,7 +81,7 @@ class Point:
       method: a key of `METHODS`, or ``full``.
       share: of the slots that are held, what a step reads; of a policy, what it keeps of the prompt.
       recall: task -> share of the prompts that are answered exactly.
-      perplexity: of the story, in chunks of `CHUNK` tokens and of all of them.
+      perplexity: of the text, in chunks of `CHUNK` tokens and of all of them.
       seconds: wall time of all this.
     """
 
@@ -87,43 +92,101 @@ class Point:
     seconds: float
 
 
+@dataclasses.dataclass
+class Tally:
+    """The results of a cache so far, over batches.
+
+    Attributes:
+      right: task -> prompts that were answered exactly.
+      read: slots that steps read, in layers that select.
+      live: slots that these held.
+      logprobs: of the decoded tokens of the text, [rows, tokens] each.
+      seconds: wall time.
+    """
+
+    right: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    read: int = 0
+    live: int = 0
+    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+    def count(self, generation: Generation) -> None:
+        """Adds what the steps of a batch read."""
+        assert generation.record is not None
+        self.read += int(generation.record.read[:, FIRST:].sum())
+        self.live += int(generation.record.live[:, FIRST:].sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """A cache, and the model that it is measured with.
+
+    Attributes:
+      method: see `Point`.
+      slots: of the prompt that a policy keeps.
+      spec: the cache.
+      model: with or without a skew.
+    """
+
+    method: str
+    slots: int
+    spec: CacheSpec
+    model: Model
+
+
 def measure(
-    method: str, spec: CacheSpec, slots: int, model: Model, asked: Mapping[str, Sequence[Prompt]], story: np.ndarray
-) -> Point:
-    """Asks every prompt and scores the story.
+    contestants: Sequence[Contestant], asked: Mapping[str, Sequence[Prompt]], text: np.ndarray, prompt: int, rows: int
+) -> list[Point]:
+    """Asks every prompt and scores a text under every cache. A batch goes through the model once for all caches.
 
     Args:
-      method: of the point.
-      spec: the cache.
-      slots: of the prompt that a policy keeps.
-      model: from `kvjax.load`.
+      contestants: the caches.
       asked: prompts of each task.
-      story: [rows, tokens] int32.
+      text: [rows, tokens] int32.
+      prompt: tokens of each row that are its prompt.
+      rows: prompts, and rows of the text, of a batch.
     """
-    start = time.perf_counter()
-    read, live = 0, 0
+    every = [each for own in asked.values() for each in own]
+    length = every[0].tokens.size
+    answer = max(each.answer.size for each in every) + SPARE_TOKENS
+    limits = Limits(length, answer, shortest=length)
+    scored = Limits(prompt, text.shape[1] - prompt, shortest=prompt)
+    tallies = [Tally() for _ in contestants]
+    with kvjax.reuse_prompts(machine.prompt_room()):
+        for task, own in asked.items():
+            for start in range(0, len(own), rows):
+                batch = {task: own[start : start + rows]}
+                for each, tally in zip(contestants, tallies, strict=True):
+                    selects, began = not each.spec.selection.reads_all, time.perf_counter()
+                    found = exact_matches(
+                        each.model, batch, each.spec, watch=tally.count if selects else None, rows=rows, limits=limits,
+                        record=selects,
+                    )  # fmt: skip
+                    tally.right[task] += round(found[task] * len(batch[task]))
+                    tally.seconds += time.perf_counter() - began
+        for start in range(0, len(text), rows):
+            for each, tally in zip(contestants, tallies, strict=True):
+                began = time.perf_counter()
+                made = kvjax.log_likelihood(
+                    each.model, text[start : start + rows], each.spec, prompt_length=prompt, limits=scored
+                )
+                # Entry t scores token t + 1.
+                tally.logprobs.append(np.asarray(made.logprobs)[:, prompt - 1 :])
+                tally.seconds += time.perf_counter() - began
+    return [_point(each, tally, asked, length) for each, tally in zip(contestants, tallies, strict=True)]
 
-    def count(generation: Generation) -> None:
-        nonlocal read, live
-        assert generation.record is not None
-        read += int(generation.record.read[:, FIRST:].sum())
-        live += int(generation.record.live[:, FIRST:].sum())
 
-    selects = not spec.selection.reads_all
-    found = exact_matches(model, asked, spec, watch=count if selects else None, record=selects)
-    width = story.shape[1]
-    limits = Limits(STORY_PROMPT, width - STORY_PROMPT, shortest=STORY_PROMPT)
-    scored = kvjax.log_likelihood(model, story, spec, prompt_length=STORY_PROMPT, limits=limits).logprobs
-    # [rows, decoded tokens]: entry t scores token t + 1
-    decoded = np.asarray(scored)[:, STORY_PROMPT - 1 :]
+def _point(each: Contestant, tally: Tally, asked: Mapping[str, Sequence[Prompt]], length: int) -> Point:
+    # [rows, decoded tokens]
+    decoded = np.concatenate(tally.logprobs)
     chunks = [*np.split(decoded, range(CHUNK, decoded.shape[1], CHUNK), axis=1), decoded]
-    length = next(iter(asked.values()))[0].tokens.size
+    kept = 1.0 if each.spec.policy.budget is None else each.slots / length
     return Point(
-        method=method,
-        share=read / live if selects else 1.0 if spec.policy.budget is None else slots / length,
-        recall=found,
+        method=each.method,
+        share=kept if each.spec.selection.reads_all else tally.read / tally.live,
+        recall={task: tally.right[task] / len(own) for task, own in asked.items()},
         perplexity=[math.exp(-float(np.mean(chunk, dtype=np.float64))) for chunk in chunks],
-        seconds=time.perf_counter() - start,
+        seconds=tally.seconds,
     )
 
 
@@ -154,7 +217,7 @@ def draw(points: Sequence[Point]) -> bytes:
         axis.set_xscale("log")
         axis.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
         axis.minorticks_off()
-        title = "perplexity of a story" if panel == "perplexity" else f"{panel}, exact answers (%)"
+        title = "perplexity of a text" if panel == "perplexity" else f"{panel}, exact answers (%)"
         plots.style(axis, title, "% of the slots read; kept where dashed")
     axes[0][0].legend(frameon=False, fontsize=8)
     last = axes[0][-1]
@@ -163,13 +226,13 @@ def draw(points: Sequence[Point]) -> bytes:
         # The point nearest to 2 % that reads, and the one that keeps 20 %.
         wanted = 0.2 if name in evicting else 0.02
         point = min(mine, key=lambda each: abs(math.log(each.share / wanted)))
-        ends = [STORY_PROMPT + CHUNK * (i + 1) for i in range(len(point.perplexity) - 1)]
+        ends = [CHUNK * (i + 1) for i in range(len(point.perplexity) - 1)]
         label = name if name == "full" else f"{name}, {100 * point.share:.0f} %"
         dashes = "--" if name in evicting else "-"
         last.plot(
             ends, point.perplexity[:-1], dashes, marker=markers[name], markersize=4, color=colors[name], label=label
         )
-    plots.style(last, "perplexity along the story", "tokens so far")
+    plots.style(last, "perplexity along the text", "tokens after its prompt")
     last.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1))
     return plots.png(figure)
 
@@ -192,28 +255,38 @@ def start(values: flags.FlagValues, shares: Sequence[float], argv: Sequence[str]
         if path := values[flag].value:
             results.make_file(path, flag)
     model = kvjax.load(values.model, dtype="float32")
+    skewed_model = skewed(model, load_skew(values.skew).matrices) if values.skew else None
     nearest, farthest = (int(part * values.length) for part in DISTANCES)
     recall = RecallConfig(
         tasks=TASKS, prompts=values.prompts, length=values.length, nearest=nearest, farthest=farthest
     )  # fmt: skip
     asked = make_prompts(recall, model, seed=0)
-    width = min(model.config.max_positions, STORY_PROMPT + 3 * CHUNK)
-    text = DataConfig(num_sequences=values.rows, prompt_length=STORY_PROMPT, new_tokens=width - STORY_PROMPT)
-    story, _, _ = data.load(text, model, seed=0)
+    width = min(model.config.max_positions, values.text_prompt + values.scored)
+    if width <= values.text_prompt:
+        raise ConfigError(
+            f"--text_prompt={values.text_prompt} leaves nothing to score of the model's {width} positions."
+        )
+    settings = DataConfig(
+        text=values.text, num_sequences=values.rows, prompt_length=values.text_prompt,
+        new_tokens=width - values.text_prompt,
+    )  # fmt: skip
+    text, _, _ = data.load(settings, model, seed=0)
 
-    points = []
-    specs = {("full", values.length): CacheSpec(policies.full())}
+    contestants = [Contestant("full", values.length, CacheSpec(policies.full()), model)]
     for name in values.methods:
+        own = model if name != SKEWED else skewed_model
+        if own is None:
+            raise ConfigError(f"{SKEWED} needs --skew=FILE, of `python -m experiments.skew`.")
         # Small shares may be the same number of pages.
-        built = {METHODS[name](max(1, round(share * values.length)), model): share for share in sorted(shares)}
-        specs |= {(name, max(1, round(share * values.length))): spec for spec, share in built.items()}
-    for (name, slots), spec in specs.items():
-        points.append(measure(name, spec, slots, model, asked, story))
-        print(_row(points[-1]), flush=True)
-        if values.output:
-            made: dict[str, Any] = {"environment": machine.environment(), "command": " ".join(argv[1:])}
-            made["points"] = [dataclasses.asdict(point) for point in points]
-            results.write(Path(values.output), json.dumps(made, indent=1) + "\n")
+        built = {METHODS[name](max(1, round(share * values.length)), own): share for share in sorted(shares)}
+        contestants += [
+            Contestant(name, max(1, round(share * values.length)), spec, own) for spec, share in built.items()
+        ]
+    points = measure(contestants, asked, text, values.text_prompt, values.batch)
+    if values.output:
+        made: dict[str, Any] = {"environment": machine.environment(), "command": " ".join(argv[1:])}
+        made["points"] = [dataclasses.asdict(point) for point in points]
+        results.write(Path(values.output), json.dumps(made, indent=1) + "\n")
     return _report(points, values.plot)
 
 

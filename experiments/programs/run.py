@@ -14,7 +14,7 @@ from experiments import fields, results, specs
 from experiments.config import ExperimentConfig
 from experiments.reports import heat_maps, plots
 from experiments.reports import tables as report
-from experiments.runs import machine
+from experiments.runs import identity, machine
 from experiments.runs.resolve import CannotRun, codes_of, decoder_config, dtype_of, specs_of
 from experiments.runs.session import Outcome, Session, describe
 from experiments.tasks import answering, score
@@ -92,7 +92,8 @@ def _rescue(name: str, config: ExperimentConfig, outcome: Outcome, command: str,
 
 def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str) -> None:
     """Fills a run's folder."""
-    environment = machine.environment() | {"command": command, "explain": outcome.explain()}
+    weights = identity.of_weights(config.model.path) if config.model.path else ""
+    environment = machine.environment() | {"command": command, "weights": weights, "explain": outcome.explain()}
     (folder / "config.json").write_text(results.to_json(fields.to_dict(config)))
     (folder / "environment.json").write_text(results.to_json(environment))
     with (folder / "metrics.jsonl").open("w") as file:
@@ -106,7 +107,7 @@ def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str
     summaries = outcome.rows()
     rows = [report.cells(row) for row in summaries]
     labels = [row["policy"] for row in rows]
-    (folder / "report.png").write_bytes(plots.run_plot(outcome.measurements))
+    (folder / "report.png").write_bytes(plots.run_plot(outcome.measurements, weights))
     made = (report.bytes_table(summaries), report.chunk_table(summaries), report.task_tables(summaries))
     tables = [each for each in made if each]
     tables += _write_answers(folder, outcome)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FULL_COLOR = "#555555"
 #: Okabe and Ito's colours, told apart by colour-blind readers too.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+WEIGHTS = "weights"  # the name under which a PNG holds the digest of a model's weights
 LABEL_WIDTH = 28  # characters of a line of a label, where it can be broken
 CHARACTER = 0.075  # inches of a character of a label, about
 LINE = 0.19  # inches of a line of a label
@@ -63,10 +64,18 @@ def style(axes: "Axes", title: str, x: str = "", y: str = "") -> None:
     axes.tick_params(length=3)
 
 
-def png(figure: Any) -> bytes:
+def png(figure: Any, weights: str = "") -> bytes:
+    """Returns a figure as a file.
+
+    Args:
+      figure: of matplotlib.
+      weights: the digest of the model's weights, which the file names; see `experiments.runs.identity.of_weights`.
+    """
     buffer = io.BytesIO()
     # No date and no version in the file: equal results are equal bytes.
-    figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
+    figure.savefig(
+        buffer, format="png", dpi=150, metadata={"Software": None, **({WEIGHTS: weights} if weights else {})}
+    )
     return buffer.getvalue()
 
 
@@ -109,14 +118,18 @@ def label_lines(axes: "Axes", ends: Sequence[tuple[float, float, str, str]]) -> 
         )  # fmt: skip
 
 
-def run_plot(measurements: Sequence[Measurement]) -> bytes:
+def run_plot(measurements: Sequence[Measurement], weights: str = "") -> bytes:
     """A PNG: what a policy costs in perplexity as the continuation grows, and the cache that each one holds.
 
     Perplexities of one text under two policies differ far less than those of two lengths of it, so they are shown
     relative to the full cache's where that was measured. Of many caches with recall tasks, see `recall_plot`.
+
+    Args:
+      measurements: one per policy.
+      weights: see `png`.
     """
     if len(measurements) > MAX_LINES and any(m.recall for m in measurements):
-        return recall_plot(measurements)
+        return recall_plot(measurements, weights)
     scored = {m.policy: np.asarray(m.logprobs, np.float64) for m in measurements if m.logprobs is not None}
     color = colors([m.policy for m in measurements])
     recalled = [m for m in measurements if m.recall]
@@ -144,10 +157,10 @@ def run_plot(measurements: Sequence[Measurement]) -> bytes:
     axes.set_ylim(len(share) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    return png(figure)
+    return png(figure, weights)
 
 
-def recall_plot(measurements: Sequence[Measurement]) -> bytes:
+def recall_plot(measurements: Sequence[Measurement], weights: str = "") -> bytes:
     """A PNG with a row for each cache: what it recalls, a bar a task, and the bytes that it holds."""
     tasks = list(dict.fromkeys(task for m in measurements for task in m.recall))
     labels = [label_of(m.policy) for m in measurements]
@@ -178,7 +191,7 @@ def recall_plot(measurements: Sequence[Measurement]) -> bytes:
         axes.tick_params(axis="y", length=0)
     right.set_xlim(0, 150)
     left.set_ylim(len(labels) - 0.5, -0.5)
-    return png(figure)
+    return png(figure, weights)
 
 
 def _loss_panel(axes: "Axes", scored: dict[str, np.ndarray], color: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import experiments
 import kvjax
 from experiments import fields
-from experiments.config import ExperimentConfig
+from experiments.config import ExperimentConfig, ModelConfig
 from experiments.tasks import answering, registry
 from kvjax.checkpoint import gguf
 from kvjax.checkpoint.locate import local
@@ -21,8 +21,9 @@ WHOLE = 64 << 20  # bytes up to which all of a file is read; weights beyond are 
 SAMPLES, SAMPLE = 64, 64 << 10  # of a larger file, evenly spread, and the bytes of each
 DIGITS = 12  # hex digits of a digest
 CODE = (".py", ".cc")
+WEIGHTS = (".safetensors", ".bin", gguf.SUFFIX)
 #: Of files in a model's folder: settings and tokenizers, weights, vocabularies, merges, chat templates.
-OF_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", gguf.SUFFIX)
+OF_MODEL = (".json", ".model", ".txt", ".jinja", *WEIGHTS)
 
 
 def digest(config: ExperimentConfig, found: Mapping[str, str] | None = None) -> str:
@@ -114,6 +115,17 @@ def of_model(config: ExperimentConfig) -> dict[str, str]:
         # Not by the folder of a model that kvjax contains, which is another one on another machine.
         found |= {f"{config.model.path}/{path.name}": of_file(path) for path in files}
     return found
+
+
+def of_weights(path_or_name: str) -> str:
+    """A digest of the weights of a checkpoint on this machine; empty if it is not here.
+
+    Args:
+      path_or_name: as `kvjax.load` takes it.
+    """
+    found = of_model(ExperimentConfig(model=ModelConfig(path=path_or_name)))
+    weights = {name: digest for name, digest in found.items() if Path(name).suffix in WEIGHTS}
+    return _hex(json.dumps(weights, sort_keys=True).encode()) if weights else ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -85,6 +85,12 @@ def host_memory() -> int:
     return min(total, *free)
 
 
+def prompt_room() -> int:
+    """Returns the bytes that `kvjax.reuse_prompts` may take: half of what the first device, or the host, has."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return int(limit or host_memory()) // 2
+
+
 def forget_programs() -> None:
     """Lets compiled programs go if this process has too many memory maps: each program holds some."""
     maps = Path("/proc/self/maps")

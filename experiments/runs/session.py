@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import json
@@ -244,7 +245,14 @@ def _side_by_side(one: Callable[[T], Measurement], items: Sequence[T], at_once: 
         yield from map(one, items)
         return
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        yield from pool.map(one, items)
+        # In the context of the caller, which may share prompts.
+        made = [pool.submit(contextvars.copy_context().run, one, item) for item in items]
+        try:
+            for each in made:
+                yield each.result()
+        finally:
+            for each in made:
+                each.cancel()
 
 
 def _codes(model: Model) -> str:

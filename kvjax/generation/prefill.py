@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax import policies
 from kvjax.cache import shared_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.layer_stack import LayerStack, entries_of, len_of, repeated, sequence_of
@@ -25,7 +26,7 @@ from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, Layer
 from kvjax.cache.step.prompt_end import Prompt, convert
-from kvjax.generation import compiling
+from kvjax.generation import compiling, prompt_reuse
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.program import program
 from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
@@ -229,11 +230,37 @@ def run_prompts(
     ids[:rows, :given] = tokens[:, :given]
     lengths, total = (np.pad(each, (0, prepared.rows - rows)) for each in (lengths, total))
     budgets = prepared.budgets
+    store = prompt_reuse.active()
+    if store is not None and prompt_reuse.can_reuse(model, prepared.layout, ids[:, : prepared.width], store.max_bytes):
+        return _run_reused(store, model, ids, lengths, total, prepared, score=score)
     arrays = model.place((ids, lengths, total.astype(np.int32), budgets.prompt, budgets.decode))
     with compiling.announced(compiling.prompts_of(prepared.layout, prepared.width)):
         return prefill_steps(
             model.params, *arrays, config=model.config, layout=prepared.layout, score=score
         )  # fmt: skip
+
+
+def _run_reused(
+    store: prompt_reuse.PromptStore,
+    model: Model,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    total: np.ndarray,
+    prepared: Prepared,
+    *,
+    score: bool,
+) -> tuple[Array, Array, KVState]:
+    """Does what `run_prompts` does, with the activations of prompts that were run before; tokens [B, width]."""
+    options = CacheOptions(implementation="auto")
+    full = prepare(model, CacheSpec(policies.full()), lengths, lengths, width=prepared.width, options=options)
+    with compiling.announced(compiling.prompts_of(prepared.layout, prepared.width)):
+        activations, logprobs = prompt_reuse.record(store, model, tokens, lengths, full.layout, score=score)
+        budgets = prepared.budgets
+        arrays = model.place((lengths, total.astype(np.int32), budgets.prompt, budgets.decode))
+        logits, state = prompt_reuse.keep_steps(
+            model.params, activations, *arrays, config=model.config, layout=prepared.layout
+        )
+    return logits, logprobs, state
 
 
 @program(static_argnames=("config", "layout", "score"))

@@ -11,7 +11,7 @@ from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.models import layer_loop
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import RUNS, Decoder
+from kvjax.models.decoder import PROJECTED, RUNS, Decoder
 from kvjax.parallel.sharding import Params, PyTree
 
 Array = jax.Array
@@ -56,6 +56,16 @@ class BoundDecoder(NamedTuple):
         """Does what `hidden` does; the third result is the intermediates of layers that do not run as loops."""
         (x, state), sown = self._apply("hidden", tokens, state, block, phase, mutable="intermediates")
         return x, state, sown
+
+    def projected(self, tokens: Array, block: Block, phase: Phase) -> tuple[Array, dict[int, tuple[Array, ...]]]:
+        """Runs whole prompts [B, n] through all layers.
+
+        Returns:
+          Hidden states [B, n, E]; and the queries, keys and values by the index of a layer. Those of layers that run as
+          a loop are at the index of the first one, [L, B, heads, n, D].
+        """
+        (x, _), sown = self._apply("hidden", tokens, None, block, phase, mutable=PROJECTED)
+        return x, {int(index): values for index, (values,) in sown[PROJECTED].items()}
 
     def logits(self, hidden: Array) -> Array:
         """Hidden states [..., E] -> [..., V] float32."""

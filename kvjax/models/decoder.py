@@ -30,13 +30,13 @@ from kvjax.models.layers import Embed, Linear, Mlp, Norm, PositionEmbed
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.sharding import Params
-from kvjax.typing import PyTree
 
 Array = jax.Array
 
 SKEW = "skew"  # optional parameter of an attention, [K, D, D]; see `kvjax.models.skew`
 SIDES = "sides"  # optional parameters of an attention, {"key": {part: [K, ...]}, "value": ...}; see `kvjax.calibrate`
 RUNS = "runs"  # optional collection of variables, index of a layer -> `kvjax.models.layer_loop.RunParams`
+PROJECTED = "projected"  # optional collection: index of a layer -> what `Decoder.hidden` saw there; see `LayerOutput`
 SHIFT = "shift"  # optional parameters of an attention, added to {"key": [B, K, n, D], "value": ...}, for gradients
 
 
@@ -64,6 +64,7 @@ class LayerOutput(NamedTuple):
       cache: the layer's updated cache.
       seen: per group of heads, the operands of attention, for `kvjax.analysis`.
       entered: [B, n, hidden], the input of attention.
+      projected: the query [B, H, n, D], the key [B, K, n, D] and the value [B, K, n, D], not rotated.
       streams: inputs and outputs of the layer's parts; None from `Attention`.
     """
 
@@ -71,7 +72,23 @@ class LayerOutput(NamedTuple):
     cache: LayerCache
     seen: tuple[AttentionOperands | None, ...]
     entered: Array
+    projected: tuple[Array, Array, Array]
     streams: Streams | None = None
+
+
+def attention_args(config: DecoderConfig, kind: LayerKind, params: Params, guess: Array | None = None) -> LayerArgs:
+    """Returns the arguments of an attention's steps besides queries, keys and values.
+
+    Args:
+      config: the decoder.
+      kind: what the layer has of its own.
+      params: of the attention, or those of them that are optional.
+      guess: see `LayerArgs`.
+    """
+    return LayerArgs(
+        rope=kind.rope, scale=config.attention_scale, soft_cap=config.attention_soft_cap, window=kind.window,
+        guess=guess, skew=params.get(SKEW), sides=params.get(SIDES),
+    )  # fmt: skip
 
 
 class Attention(nn.Module):
@@ -127,30 +144,27 @@ class Attention(nn.Module):
 
             return heads
 
-        def optional(name: str) -> PyTree:
-            return self.get_variable("params", name) if self.has_variable("params", name) else None
-
+        optional: Params = {
+            name: self.get_variable("params", name)
+            for name in (SKEW, SIDES, SHIFT)
+            if self.has_variable("params", name)
+        }
         to_query = projection("query", config.num_heads, "query_norm")
         # [B, H, n, D]
         query = to_query(x)
         # [B, K, n, D]
         key = projection("key", config.num_kv_heads, "key_norm")(x)
         value = projection("value", config.num_kv_heads)(x)
-        if (shift := optional(SHIFT)) is not None:
+        if (shift := optional.get(SHIFT)) is not None:
             key, value = key + shift["key"], value + shift["value"]
-        # [B, H, n, D]
-        args = LayerArgs(
-            rope=self.kind.rope, scale=config.attention_scale, soft_cap=config.attention_soft_cap,
-            window=self.kind.window, guess=None if hint is None else to_query(hint), skew=optional(SKEW),
-            sides=optional(SIDES),
-        )  # fmt: skip
+        args = attention_args(config, self.kind, optional, None if hint is None else to_query(hint))
         output, layer, seen = step_layer(layer, query, key, value, block=block, groups=groups, args=args)
         # [B, n, H * D]
         output = jnp.swapaxes(output, 1, 2).reshape(batch, n, config.num_heads * config.head_dim)
         output = sharding.constrain_heads(output, config.num_heads, enters=True)
         # [B, n, hidden]
         output = Linear(config.hidden_size, config.out_bias, self.dtype, name="out")(output)
-        return LayerOutput(output, layer, seen, x)
+        return LayerOutput(output, layer, seen, x, (query, key, value))
 
 
 class Layer(nn.Module):
@@ -313,7 +327,9 @@ class Decoder(nn.Module):
             if (run := runs.get(index)) is not None:
                 stack = None if kv is None else cast(LayerStack, entries[len(after)])
                 run_layer, params = self._run_layer(index, phase), self.variables["params"]
-                looped = run_loop(run_layer, run, x, hint, stack, block, params, phase[index])
+                keep = self.is_mutable_collection(PROJECTED)
+                looped = run_loop(run_layer, run, x, hint, stack, block, params, phase[index], keep_projected=keep)
+                self.sow(PROJECTED, str(index), looped.projected)
                 after.append(looped.cache)
                 before, x, entered, index = x, looped.x, looped.entered, run.run.stop
                 continue
@@ -332,6 +348,7 @@ class Decoder(nn.Module):
             # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
             self.sow("intermediates", f"attention_{index}", output.seen)
             self.sow("intermediates", f"streams_{index}", output.streams)
+            self.sow(PROJECTED, str(index), output.projected)
             made = output.cache
             if kv is not None:
                 made = shared_layers.release(made, cast(LayerCache, entries[len(after)]), phase[index])

@@ -151,6 +151,8 @@ class Output(Protocol):
     def cache(self) -> Layer: ...
     @property
     def entered(self) -> Array: ...
+    @property
+    def projected(self) -> tuple[Array, Array, Array]: ...
 
 
 class LoopOutput(NamedTuple):
@@ -160,11 +162,13 @@ class LoopOutput(NamedTuple):
       x: [B, n, hidden], after the last layer.
       entered: [B, n, hidden], the input of the last layer's attention.
       cache: of its layers.
+      projected: queries, keys and values of its layers, [L, B, heads, n, D] each; None if they are not kept.
     """
 
     x: Array
     entered: Array
     cache: LayerStack
+    projected: tuple[Array, ...] | None
 
 
 def run_loop(
@@ -176,6 +180,8 @@ def run_loop(
     block: Block,
     params: Params,
     groups: tuple[Group, ...],
+    *,
+    keep_projected: bool = False,
 ) -> LoopOutput:
     """Runs the layers of a run, one after the other.
 
@@ -188,6 +194,7 @@ def run_loop(
       block: the tokens, with the budgets of all layers of the model.
       params: of the model.
       groups: of heads, of each layer.
+      keep_projected: whether to return the queries, keys and values; only of whole prompts.
     """
     run = own.run
     budgets = jax.tree.map(lambda *rows: jnp.stack(rows), *(block.budget[index] for index in run.layers))
@@ -198,24 +205,36 @@ def run_loop(
         tokens = block.replace(budget=budget, layer=run.start + index)
         return _of_layer(own, params[f"layer_{run.start}"], index), x, layer, tokens, hint
 
-    def body(index: Array, carry: tuple[Array, Array, Layer]) -> tuple[Array, Array, Layer]:
-        x, entered, stacks = carry
+    Carry = tuple[Array, Array, Layer, tuple[Array, ...]]
+
+    def body(index: Array, carry: Carry) -> Carry:
+        x, entered, stacks, projected = carry
         index = index.astype(jnp.int32)  # it is int64 where 64 bits are enabled
         slices = _slices(stacks, index)
         given = None if cache is None else _given(slices, groups)
         output = stack_slices.call(run_layer, *at(index, x, given, None if hint is None else entered))
         after = jax.tree.map(stack_slices.Slice.replaced, slices, output.cache, is_leaf=stack_slices.is_slice)
-        return output.x, output.entered, after
+        kept = [
+            jax.lax.dynamic_update_index_in_dim(stack, new, index, 0)
+            for stack, new in zip(projected, output.projected, strict=False)
+        ]
+        return output.x, output.entered, after, tuple(kept)
 
+    projected: tuple[Array, ...] = ()
     if cache is None:
+        shapes = jax.eval_shape(lambda: run_layer(*at(jnp.int32(0), x, None, hint)))
         # [B, L, ...] each
-        shapes = jax.eval_shape(lambda: run_layer(*at(jnp.int32(0), x, None, hint))).cache
-        stacks = jax.tree.map(lambda leaf: jnp.zeros((leaf.shape[0], len(run), *leaf.shape[1:]), leaf.dtype), shapes)
+        stacks = jax.tree.map(
+            lambda leaf: jnp.zeros((leaf.shape[0], len(run), *leaf.shape[1:]), leaf.dtype), shapes.cache
+        )
+        if keep_projected:
+            # [L, B, heads, n, D] each
+            projected = tuple(jnp.zeros((len(run), *leaf.shape), leaf.dtype) for leaf in shapes.projected)
     else:
         stacks = cache.layer
-    carry = (x, x if hint is None else hint, stacks)
-    x, entered, stacks = jax.lax.fori_loop(0, len(run), body, carry)
-    return LoopOutput(x, entered, LayerStack(stacks, len(run)))
+    carry = (x, x if hint is None else hint, stacks, projected)
+    x, entered, stacks, projected = jax.lax.fori_loop(0, len(run), body, carry)
+    return LoopOutput(x, entered, LayerStack(stacks, len(run)), projected or None)
 
 
 def _slices(stacks: Layer, index: Array) -> Layer:

@@ -15,6 +15,7 @@ from experiments.bench import (
     every_policy,
     fill,
     kernels,
+    lm_eval,
     memory,
     serve,
     storages,
@@ -30,6 +31,7 @@ from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generation.prefill import prefill
 from kvjax.models import shapes
 from kvjax.models.parameters import parameter_count
+from tests.experiments.test_multiple_choice import COPA
 
 QUICK = ("--shape=tiny", "--tokens=4", "--rounds=1")
 
@@ -465,6 +467,30 @@ def test_serve(tmp_path):
     assert 0 < refilled["% of row-steps useful"] <= 100 and refilled["times fixed batches"] > 0
     with pytest.raises(ConfigError, match="is not of the form NAME=http://HOST:PORT"):
         main(["bench", "serve", *QUICK, *arguments, "--servers=here"])
+
+
+@needs("lm_eval")
+def test_lm_eval(tmp_path):
+    """Without the peer, of which tests/lm_eval has the comparison."""
+    (tmp_path / "copa").mkdir()
+    (tmp_path / "copa" / "copa-test.xml").write_text(COPA)
+    (tmp_path / "text.txt").write_text("It was a cold day, and the old man sat by the fire. " * 30)
+    questions = (f"--data={tmp_path}", "--questions=copa", "--documents=2", f"--text={tmp_path / 'text.txt'}")
+    rows = bench(tmp_path, "lm_eval", "--against=none", "--policies=h2o", *questions)
+    assert [(row["task"], row["side"]) for row in rows] == [
+        (task, side) for task in ("copa", "texts") for side in ("full", "h2o")
+    ]
+    copa, _, full, h2o = rows
+    assert copa["accuracy"] in (0, 1) and copa["documents"] == 1 and "word perplexity" not in copa
+    assert 1 < full["word perplexity"] < h2o["word perplexity"]
+    with pytest.raises(ConfigError, match="there is no such file"):
+        main(["bench", "lm_eval", "--against=none", *questions[:3], "--text=/nowhere"])
+
+
+def test_results_are_compared_as_lm_eval_prints_them():
+    assert lm_eval.digits({"accuracy": 0.33333, "word perplexity": 52.378743}) == {
+        "accuracy": "0.3333", "word perplexity": "52.3787",
+    }  # fmt: skip
 
 
 def test_every_task_has_its_lines_in_the_help(capsys):

@@ -1,0 +1,188 @@
+"""`kvjax.reuse_prompts`: a prompt that went through the model under one cache is not run again under another one."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies, products
+from kvjax.cache.layer_stack import stacked_runs
+from kvjax.cache.spec import CacheSpec
+from kvjax.errors import ConfigError
+from kvjax.generation import prompt_reuse
+from kvjax.products import native
+from tests import examples
+from tests.tiny import random_tokens, tiny
+
+TOKENS, LENGTHS = random_tokens(2, 26), [26, 17]
+ROOM = 1 << 24
+CALIBRATED = ("kvquant", "cskv", "kv_heads")  # storages that need a calibration, or other weights
+
+SPECS = {
+    **{name: CacheSpec(examples.policy(name)) for name in examples.POLICIES},
+    **{name: CacheSpec(policy) for name, policy in (examples.combined() | examples.planned()).items()},
+    **{
+        f"{held} {name}": CacheSpec(examples.policy(held), storage=examples.held(name))
+        for held in ("full", "h2o")
+        for name in examples.STORAGES
+        if name not in CALIBRATED
+    },
+    **{name: CacheSpec(policies.full(), selection=examples.chosen(name)) for name in examples.SELECTIONS},
+}
+
+
+def possible(spec):
+    """Skips what the project itself refuses."""
+    try:
+        kvjax.generate(tiny().model, TOKENS, spec, max_new_tokens=1, lengths=LENGTHS)
+    except kvjax.KvjaxError as error:
+        pytest.skip(str(error))
+
+
+def run(model, spec, **options):
+    return kvjax.generate(model, TOKENS, spec, max_new_tokens=5, lengths=LENGTHS, **options)
+
+
+def assert_alike(one, other):
+    """Equal tokens and slots; numbers may be rounded otherwise by another program."""
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+    assert jax.tree.structure(one.state) == jax.tree.structure(other.state)
+    for number in range(len(one.state.layers)):
+        for mine, theirs in zip(one.kept(number), other.kept(number), strict=True):
+            for own, expected in zip(mine, theirs, strict=True):
+                np.testing.assert_array_equal(own, expected)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_cache_is_that_of_a_prompt_of_its_own(name):
+    model, spec = tiny().model, SPECS[name]
+    possible(spec)
+    expected = run(model, spec)
+    with kvjax.reuse_prompts(ROOM) as store:
+        run(model, policies.full())
+        assert_alike(run(model, spec), expected)
+    early = [group.selection for groups in expected.layout.prompt for group in groups]
+    assert store.hits == all(selection.reads_all for selection in early)
+
+
+def test_layers_as_a_loop():
+    if reason := native.load(native.INDEXED_PRODUCT):
+        pytest.skip(reason)
+    before = products.setting()
+    products.use("native")
+    try:
+        model = tiny(layers=4).model
+        # The full cache's prompt is one run; of the others, the first two layers are apart, and codes have no run.
+        for name, runs in (("h2o", 1), ("from_layer", 2), ("full int4", 0)):
+            spec = CacheSpec(policies.from_layer(policies.h2o(0.5), first=2)) if name == "from_layer" else SPECS[name]
+            expected = run(model, spec)
+            with kvjax.reuse_prompts(ROOM) as store:
+                run(model, policies.full())
+                made = run(model, spec)
+            assert store.hits == 1
+            assert len(stacked_runs(made.state.layers)) == runs
+            assert_alike(made, expected)
+    finally:
+        products.use(before)
+
+
+def test_scores_and_choices():
+    model = tiny().model
+
+    def measured(policy):
+        scored = kvjax.log_likelihood(model, TOKENS, policy, prompt_length=12, lengths=LENGTHS)
+        asked = kvjax.score_choices(model, TOKENS, [[[1, 2], [3]], [[4]]], policy, lengths=LENGTHS)
+        return np.asarray(scored.logprobs), [each.total for own in asked for each in own]
+
+    expected = measured(policies.h2o(0.5))
+    with kvjax.reuse_prompts(ROOM) as store:
+        measured(policies.window(0.5))
+        scores, choices = measured(policies.h2o(0.5))
+    assert (store.hits, store.misses) == (2, 2)
+    np.testing.assert_allclose(scores, expected[0], atol=2e-5)
+    np.testing.assert_allclose(choices, expected[1], atol=2e-5)
+
+
+def test_log_probabilities_are_added_to_prompts_that_were_not_scored():
+    model = tiny().model
+    with kvjax.reuse_prompts(ROOM) as store:
+        # Of one width.
+        limits = kvjax.Limits(prompt=12, new_tokens=14)
+        kvjax.generate(model, TOKENS[:, :12], policies.full(), max_new_tokens=14, limits=limits)
+        before = store.nbytes
+        scored = kvjax.log_likelihood(model, TOKENS, policies.full(), prompt_length=12, limits=limits)
+    assert store.hits == 1
+    assert store.nbytes - before == TOKENS.shape[0] * 12 * 4
+    expected = kvjax.log_likelihood(model, TOKENS, policies.full(), prompt_length=12)
+    np.testing.assert_allclose(scored.logprobs, expected.logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("other", ["tokens", "lengths", "weights"])
+def test_other_prompts_are_not_taken_for_these(other):
+    tokens, lengths, model = TOKENS, LENGTHS, tiny().model
+    with kvjax.reuse_prompts(ROOM) as store:
+        run(model, policies.full())
+        if other == "tokens":
+            tokens = (TOKENS + 1) % model.config.vocab_size
+        if other == "lengths":
+            lengths = [26, 16]
+        if other == "weights":
+            model = tiny(seed=1).model
+        made = kvjax.generate(model, tokens, policies.full(), max_new_tokens=5, lengths=lengths)
+    assert (store.hits, store.misses) == (0, 2)
+    expected = kvjax.generate(model, tokens, policies.full(), max_new_tokens=5, lengths=lengths)
+    np.testing.assert_array_equal(made.tokens, expected.tokens)
+
+
+def test_prompts_in_blocks_and_gradients_are_not_shared():
+    model = tiny().model
+    with kvjax.reuse_prompts(ROOM) as store:
+        blocks = run(model, policies.h2o(0.5), prefill_block=8)
+
+        def loss(params):
+            own = dataclasses.replace(model, params=params)
+            return kvjax.log_likelihood(own, TOKENS, policies.full(), prompt_length=26).logprobs.mean()
+
+        jax.grad(loss)(model.params)
+    assert (store.hits, store.misses, store.nbytes) == (0, 0, 0)
+    np.testing.assert_array_equal(blocks.tokens, run(model, policies.h2o(0.5), prefill_block=8).tokens)
+
+
+def test_the_store_has_a_bound():
+    model = tiny().model
+    config = model.config
+    width = 32  # as arrays are padded
+    of_a_batch = (
+        len(TOKENS) * width * config.num_layers * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
+    )
+    with kvjax.reuse_prompts(of_a_batch - 1) as store:
+        run(model, policies.full())
+    assert store.misses == store.nbytes == 0, "a batch that has no room is not shared"
+    with kvjax.reuse_prompts(5 * of_a_batch // 2) as store:
+        for seed in (0, 1, 2, 0):
+            kvjax.generate(model, random_tokens(2, 26, seed), policies.full(), max_new_tokens=1)
+            assert store.nbytes <= store.max_bytes
+    assert store.misses == 4, "the oldest of three batches was dropped"
+    assert "0 hits, 4 misses" in repr(store)
+    with pytest.raises(ConfigError, match="max_bytes=0 must be at least 1"), kvjax.reuse_prompts(0):
+        pass
+
+
+def test_the_prompt_is_not_computed_again(monkeypatch):
+    """The program of the second cache multiplies by no weight but those of the output head."""
+    model = tiny().model
+    with kvjax.reuse_prompts(ROOM):
+        run(model, policies.full())
+        made = {}
+        original = prompt_reuse.keep_steps
+
+        def kept(*arguments, **options):
+            made["text"] = original.lower(*arguments, **options).as_text()
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(prompt_reuse, "keep_steps", kept)
+        run(model, policies.h2o(0.5))
+    assert made["text"].count("stablehlo.dot_general") <= 2 * model.config.num_layers + 1
