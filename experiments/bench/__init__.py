@@ -17,6 +17,7 @@
   python -m experiments.bench device --dtype=bfloat16
   python -m experiments.bench transfers
   python -m experiments.bench first_use --rounds=3
+  python -m experiments.bench gguf --against=llama.cpp --model=smollm2-135m-instruct
   python -m experiments.bench lm_eval --data=FOLDER --policies=full,h2o --batch=16 --shots=0,5
   python -m experiments.bench serve --policies=h2o --requests=2000 --batch=32 --tokens=1024 --rounds=1
   python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
@@ -62,8 +63,11 @@ attention without and with statistics and the step, --implementation compares on
 first_use: processes with nothing compiled, and second ones that find everything: imports, --help, a first generate of
 kvjax-tiny under --policies and of random LLaMAs of 6 and 30 layers, eight budgets of h2o; CPU and wall seconds, of the
 call and of the whole process, beside transformers; about five minutes a round.
-lm_eval: kvjax-tiny in lm-evaluation-harness, on --questions of the multiple-choice tasks in --data: seconds of an
-evaluation and of the model's part of it, with a full cache and each policy, beside `--model hf` with the same weights.
+gguf: prompts and decoding steps of a GGUF file (--model): kvjax with the file's codes kept, under a full cache and each
+policy, and llama.cpp as it comes, with activations in 8 bits and a cache in float16.
+lm_eval: --model, else kvjax-tiny, in lm-evaluation-harness, on --questions of the multiple-choice tasks in --data, and
+on pieces of --text: seconds of an evaluation and of the model's part of it, with a full cache and each policy, beside
+`--model hf` with the same weights, and whether the printed digits are the same.
 serve: --requests of mixed lengths (prompts of up to --context tokens, answers of up to --tokens) through --batch rows
 that are refilled and through batches that run to their longest answer: useful tokens a second, useful row-steps, reads
 by the host. With --shape=kvjax-tiny the model is the trained one, which a server of OpenAI's API can run too

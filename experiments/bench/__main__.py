@@ -37,7 +37,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("implementation", "auto", IMPLEMENTATIONS, "of kvjax's attention", flag_values=values)
     flags.DEFINE_bool("compile", False, "try torch.compile on transformers' static cache too", flag_values=values)
     text("text", None, "a file to score, for `stream` and `lm_eval`")
-    text("model", "kvjax-tiny", "folder, GGUF file or name of a model, for `lm_eval`")
+    text("model", None, "folder, GGUF file or name: for `lm_eval`, else kvjax-tiny; for `gguf`, else SmolLM2")
     several("grid", "12x103x64,12x512x64,96x2048x64", "BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
     several("kinds", ",".join(KINDS), "attention with statistics `none` or `mass`, and `step`, for `kernels`")
     about = "a cache of `selections` or `storages`; may be given several times, and is else every one"

@@ -227,6 +227,11 @@ def _lm_eval(rows: Sequence[Row]) -> "Figure":
     return figure
 
 
+def _gguf(rows: Sequence[Row]) -> "Figure":
+    named = [row | {"side": f"{row['side']}, {row['work']}"} for row in rows]
+    return _settings(named, "tokens/s", "A GGUF file", "tokens a second (median)")
+
+
 def _serve(rows: Sequence[Row]) -> "Figure":
     figure, panels = new_figure(1, figsize=(7, 1.2 + 0.32 * len(rows)))
     _bars(panels[0, 0], rows, "side", "tokens/s")
@@ -251,6 +256,7 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "kernels": _kernels,
     "device": _device,
     "transfers": _transfers,
+    "gguf": _gguf,
     "lm_eval": _lm_eval,
     "serve": _serve,
 }

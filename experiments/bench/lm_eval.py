@@ -27,6 +27,7 @@ from kvjax.errors import ConfigError
 from kvjax.typing import Foreign, JsonObject
 
 KVJAX, PEER = "kvjax", "hf"
+MODEL = "kvjax-tiny"
 ROWS = 16
 TEXTS = "texts"  # the task of perplexity
 #: How results are equal to the peer's. Its sum over a vocabulary of 49,152 in float32 is off by 1.6e-5 nats a token.
@@ -93,7 +94,7 @@ def _pieces(values: flags.FlagValues) -> list[str]:
 
 def _weights_of_peer(values: flags.FlagValues, own: Foreign, saved: Path) -> JsonObject:
     """Returns the arguments by which the peer loads the same weights: the GGUF file, or a folder that is written."""
-    found = locate.local(values.model)
+    found = locate.local(values.model or MODEL)
     if found is not None and found.is_file():
         return {"pretrained": str(found.parent), "gguf_file": found.name}
     kvjax.save(own.runner.model, saved)
@@ -217,7 +218,9 @@ def made(values: flags.FlagValues, policy: str) -> Foreign:
     except ImportError as error:
         raise ConfigError(str(error)) from None
     budget = None if policy == "full" else values.budget
-    return KVJaxLM(values.model, policy=policy, budget=budget, dtype=values.dtype, batch_size=values.batch or ROWS)
+    return KVJaxLM(
+        values.model or MODEL, policy=policy, budget=budget, dtype=values.dtype, batch_size=values.batch or ROWS
+    )
 
 
 def _check_peer() -> None:

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: LLaMA in float32, weights and cache, on the CPU.
+"""llama.cpp through llama-cpp-python, on the CPU: LLaMA in float32, weights and cache, or a GGUF file as it is.
 
 As in its own `llama-batched-bench`, each row is a sequence of its own with its own prompt, and a step is one call with
 a token of every row. Its package is built from source, for this processor. Flash and plain attention are both tried.
@@ -26,7 +26,7 @@ KINDS = {"plain attention": False, "flash attention": True}
 
 
 class LlamaCpp:
-    """A model of a Hugging Face folder, by way of a GGUF file beside it."""
+    """A model of a Hugging Face folder, by way of a GGUF file beside it; or of a GGUF file, with a cache in float16."""
 
     def __init__(self, folder: str):
         try:
@@ -34,14 +34,19 @@ class LlamaCpp:
             import llama_cpp
         except ImportError as error:
             raise ConfigError(f"benchmarks against llama.cpp need {error.name}; install kvjax[bench-llama].") from None
-        path = Path(folder) / "model.gguf"
-        self.vocabulary = write_gguf(gguf, Path(folder), path)
-        self.llama_cpp = llama_cpp
+        self.llama_cpp, given = llama_cpp, Path(folder)
+        self.as_it_is = given.is_file()
+        path = given if self.as_it_is else given / "model.gguf"
+        if not self.as_it_is:
+            write_gguf(gguf, given, path)
         # The library keeps a pointer to the function.
         self.silent = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self.silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        if not self.model:
+            raise ConfigError(f"llama.cpp cannot load {path}.")
+        self.vocabulary = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model)))
 
     def logprobs(self, tokens: np.ndarray) -> np.ndarray:
         """[B, T] -> [B, T - 1] log-probability of each token after the first, a token at a time."""
@@ -97,7 +102,8 @@ class Context:
         params.n_batch, params.n_ubatch = TOKENS, PIECE
         params.n_threads = params.n_threads_batch = cores
         params.flash_attn_type = int(flash)
-        params.type_k = params.type_v = self.api.GGML_TYPE_F32
+        if not owner.as_it_is:
+            params.type_k = params.type_v = self.api.GGML_TYPE_F32
         params.kv_unified = False
         self.context = self.api.llama_init_from_model(owner.model, params)
         if not self.context:
@@ -131,8 +137,8 @@ class Context:
         return logits
 
 
-def write_gguf(gguf: Foreign, folder: Path, path: Path) -> int:
-    """Writes a Hugging Face LLaMA as float32 GGUF without a tokenizer; returns the vocabulary's size."""
+def write_gguf(gguf: Foreign, folder: Path, path: Path) -> None:
+    """Writes a Hugging Face LLaMA as float32 GGUF without a tokenizer."""
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(path, "llama")
@@ -160,4 +166,3 @@ def write_gguf(gguf: Foreign, folder: Path, path: Path) -> int:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return int(config["vocab_size"])

@@ -21,6 +21,7 @@ from experiments.bench import (
     figures,
     first_use,
     forms,
+    gguf,
     kernels,
     link,
     lm_eval,
@@ -53,6 +54,7 @@ TASKS = {
     "device": device.run,
     "transfers": transfers.run,
     "first_use": first_use.run,
+    "gguf": gguf.run,
     "lm_eval": lm_eval.run,
     "serve": serve.run,
 }
@@ -62,6 +64,7 @@ AGAINST = {
     "prefill": prefill.check,
     "memory": memory.check,
     "first_use": first_use.check,
+    "gguf": gguf.check,
 }
 
 

