@@ -24,7 +24,7 @@ MODEL = "smollm2-135m-instruct"
 WORK = ((1, 512), (8, 512), (32, 512), (1, 4096), (8, 4096))  # batch, context
 #: The largest mean difference of log-probabilities. llama.cpp rounds activations to 8 bits before it multiplies them.
 SAME = 0.1
-COMPARED = 256  # tokens
+BEGINNING, COMPARED = 8, 120  # tokens of a prompt, and of the text that the model writes after it
 
 
 def check(values: flags.FlagValues) -> None:
@@ -66,7 +66,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
             continue
         # A process for each setting, which gives its memory back.
         with PeerProcess(PEER, path, interpreters(values.python).get(PEER)) as peer:
-            check_same(model, peer, prompt[:1, :COMPARED])
+            check_same(model, peer, prompt[:1, :BEGINNING])
             work = peers.Work(prompt, values.tokens, context, (), False)
             steps |= {f"{PEER}, {kind}": side for kind, (side, _) in peer.decode(work).items()}
             prompts |= {f"{PEER}, {kind}": side for kind, side in peer.prefill(prompt).items()}
@@ -112,14 +112,15 @@ def rows_of(
     return rows
 
 
-def check_same(model: kvjax.Model, peer: PeerProcess, tokens: np.ndarray) -> None:
-    """Compares the two sides' log-probabilities of tokens.
+def check_same(model: kvjax.Model, peer: PeerProcess, prompt: np.ndarray) -> None:
+    """Compares the two sides' log-probabilities of what kvjax writes after a prompt [1, n].
 
     Raises:
       ConfigError: they are of other models.
     """
-    own = kvjax.log_likelihood(model, tokens, policies.full(), prompt_length=tokens.shape[1]).logprobs
-    difference = float(np.abs(np.asarray(own) - peer.logprobs(tokens)).mean())
+    written = kvjax.generate(model, prompt, policies.full(), max_new_tokens=COMPARED)
+    theirs = peer.logprobs(np.concatenate([prompt, written.tokens], axis=1))[:, -COMPARED:]
+    difference = float(np.abs(written.logprobs - theirs).mean())
     print(f"log-probabilities differ by {difference:.3f} in the mean")
     if not difference < SAME:
         raise ConfigError(f"{PEER} and kvjax differ by {difference:.3f} in the mean; times would say nothing.")
