@@ -47,7 +47,7 @@ def define(values: flags.FlagValues) -> None:
     without = [name for name in METHODS if name != "infinigen_skewed"]
     flags.DEFINE_list("methods", without, ", ".join(METHODS), flag_values=values)
     flags.DEFINE_string("input", None, "draw the figures of this file, and measure nothing", flag_values=values)
-    flags.DEFINE_string("output", None, "also write the figures as JSON, after every point", flag_values=values)
+    flags.DEFINE_string("output", None, "also write the figures as JSON, after every batch", flag_values=values)
     flags.DEFINE_string("plot", None, "also draw the figures, as a PNG", flag_values=values)
 
 

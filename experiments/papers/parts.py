@@ -29,6 +29,7 @@ from experiments.papers.settings import MAIN, Settings
 from experiments.runs import identity, machine
 from experiments.runs.resolve import dtype_of
 from experiments.runs.session import Session
+from kvjax import products
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 from kvjax.typing import JsonObject
@@ -185,7 +186,10 @@ def described(part: Part, settings: Settings) -> JsonObject:
     fields = json.loads(json.dumps(dataclasses.asdict(part)))
     # Where files are does not matter.
     model["path"] = Path(model["path"]).name if model["path"] else None
-    return {"part": type(part).__name__, "fields": fields, "model": model, "seed": settings.seed}
+    found = {"part": type(part).__name__, "fields": fields, "model": model, "seed": settings.seed}
+    # Products of another form have other digits.
+    form = products.setting()
+    return found | ({} if form == products.FIXED else {"products": form})
 
 
 def packed(arrays: Mapping[str, np.ndarray]) -> bytes:

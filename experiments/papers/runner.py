@@ -68,36 +68,29 @@ def run(
     failed: list[str] = []
     # Most parts are of the same prompts under other caches.
     with kvjax.reuse_prompts(machine.prompt_room()):
-        output = _run_each(entries, lab, settings, output, failed, progress)
+        for entry in entries:
+            try:
+                done = report(entry, lab, progress=progress)
+                print(f"\n{done.text()}", flush=True)
+                try:
+                    write(output, done, settings)
+                except OSError as error:
+                    # A disk may be full, for example.
+                    if (other := results.elsewhere("papers", error)) is None:
+                        raise
+                    output = other
+                    write(output, done, settings)
+            except Exception as error:  # whatever it is, the other entries go on
+                failed.append(entry.name)
+                known = isinstance(error, KvjaxError)
+                message = error if known else traceback.format_exc()
+                print(f"\n{entry.name} FAILED: {message}", file=sys.stderr, flush=True)
+                continue
+            # After every entry: a run that is killed leaves a page of those that are done.
+            write_page(output, settings.described())
     if len(failed) < len(entries):
         print(f"Wrote {output}/{PAGE}, and a report, a figure and results of each entry beside it.")
     return failed
-
-
-def _run_each(
-    entries: Sequence[Entry], lab: Lab, settings: Settings, output: Path, failed: list[str], progress: bool | None
-) -> Path:
-    """Runs entries, and adds the names of those that fail; returns the folder that was written."""
-    for entry in entries:
-        try:
-            done = report(entry, lab, progress=progress)
-            print(f"\n{done.text()}", flush=True)
-            try:
-                write(output, done, settings)
-            except OSError as error:
-                # A disk may be full, for example.
-                if (other := results.elsewhere("papers", error)) is None:
-                    raise
-                output = other
-                write(output, done, settings)
-        except Exception as error:  # whatever it is, the other entries go on
-            failed.append(entry.name)
-            known = isinstance(error, KvjaxError)
-            print(f"\n{entry.name} FAILED: {error if known else traceback.format_exc()}", file=sys.stderr, flush=True)
-            continue
-        # After every entry: a run that is killed leaves a page of those that are done.
-        write_page(output, settings.described())
-    return output
 
 
 def report(entry: Entry, lab: Lab, *, progress: bool | None = None) -> Report:

@@ -13,12 +13,14 @@ from experiments.papers.entry import registry
 from experiments.papers.settings import LARGE, SCALES, Scale, Settings, find_data
 from experiments.runs.resolve import decoder_config
 from kvjax import products
+from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
 from kvjax.parallel import distributed
 from kvjax.products import native
 
 SOME_FAILED = 1
+TRIAL = "trial"
 TEXTS_FOLDER = "texts"  # of generated stories, below the output
 
 
@@ -36,7 +38,7 @@ def start(config: PaperConfig, values: flags.FlagValues, names: Sequence[str]) -
     if not values.page:
         runner.entries_of(names)
     decoder = decoder_config(config.model)
-    scale = _scale(values, decoder)
+    scale = scale_of(decoder, values.sizes, fast=values.fast)
     output = Path(values.output or (f"{OUTPUT}-fast" if scale.trial else OUTPUT))
     if values.page:
         settings = Settings(config.model, Path(), values.seed, scale)
@@ -52,7 +54,7 @@ def start(config: PaperConfig, values: flags.FlagValues, names: Sequence[str]) -
     else:
         own = False
     settings = Settings(config.model, data, values.seed, scale, own)
-    products.use(_form(decoder))
+    products.use(form_of(decoder))
     if scale.trial:
         # Nearly all of a trial is compiling.
         jax.config.update("jax_disable_most_optimizations", True)
@@ -62,22 +64,35 @@ def start(config: PaperConfig, values: flags.FlagValues, names: Sequence[str]) -
     return SOME_FAILED if failed else 0
 
 
-def _scale(values: flags.FlagValues, decoder: DecoderConfig | None) -> Scale:
-    """Returns the sizes that the flags name, or else those for a model of this many parameters."""
-    sizes = values.sizes or ("trial" if values.fast else "half" if _is_large(decoder) else "full")
-    return SCALES[sizes].within(decoder.max_positions if decoder else None)
+def scale_of(decoder: DecoderConfig | None, sizes: str | None, *, fast: bool) -> Scale:
+    """Returns the sizes of a run.
+
+    Args:
+      decoder: the model; None for one that is not on this machine yet.
+      sizes: a key of `SCALES`; None for those of a model of this many parameters.
+      fast: whether --fast was given.
+
+    Raises:
+      ConfigError: both were given, and differ.
+    """
+    if fast and sizes not in (None, TRIAL):
+        raise ConfigError(f"--fast is --sizes={TRIAL}, but --sizes={sizes} was given; leave one of them out.")
+    chosen = sizes or (TRIAL if fast else "half" if _is_large(decoder) else "full")
+    return SCALES[chosen].within(decoder.max_positions if decoder else None)
 
 
-def _is_large(decoder: DecoderConfig | None) -> bool:
-    return decoder is not None and parameter_count(decoder) >= LARGE
-
-
-def _form(decoder: DecoderConfig | None) -> str:
+def form_of(decoder: DecoderConfig | None) -> str:
     """Returns the form of products; the fastest form depends on the machine, and digits depend on the form.
 
     kvjax's own products have the same bits wherever vectors are as wide, and allow that the layers of a deep model are
     compiled as a loop, in a third of the time.
     """
+    if not _is_large(decoder) or jax.default_backend() != "cpu":
+        return products.FIXED
     products.await_native()
-    can = jax.default_backend() == "cpu" and native.load() is None
-    return "native" if can and _is_large(decoder) else products.FIXED
+    return "native" if native.load() is None else products.FIXED
+
+
+def _is_large(decoder: DecoderConfig | None) -> bool:
+    """Whether a model has many parameters; one that is on the hub has."""
+    return decoder is None or parameter_count(decoder) >= LARGE

@@ -5,8 +5,9 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class Point:
       share: of the slots that are held, what a step reads; of a policy, what it keeps of the prompt.
       recall: task -> share of the prompts that are answered exactly.
       perplexity: of the text, in chunks of `CHUNK` tokens and of all of them.
-      seconds: wall time of all this.
+      seconds: wall time of all this; the prompts' count for the first cache.
     """
 
     method: str
@@ -98,6 +99,7 @@ class Tally:
 
     Attributes:
       right: task -> prompts that were answered exactly.
+      asked: task -> prompts that were asked.
       read: slots that steps read, in layers that select.
       live: slots that these held.
       logprobs: of the decoded tokens of the text, [rows, tokens] each.
@@ -105,6 +107,7 @@ class Tally:
     """
 
     right: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    asked: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     read: int = 0
     live: int = 0
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -136,8 +139,8 @@ class Contestant:
 
 def measure(
     contestants: Sequence[Contestant], asked: Mapping[str, Sequence[Prompt]], text: np.ndarray, prompt: int, rows: int
-) -> list[Point]:
-    """Asks every prompt and scores a text under every cache. A batch goes through the model once for all caches.
+) -> Iterator[list[Point]]:
+    """Scores a text and asks every prompt under every cache. A batch goes through the model once for all caches.
 
     Args:
       contestants: the caches.
@@ -145,6 +148,9 @@ def measure(
       text: [rows, tokens] int32.
       prompt: tokens of each row that are its prompt.
       rows: prompts, and rows of the text, of a batch.
+
+    Yields:
+      The points of all caches, after each batch of questions.
     """
     every = [each for own in asked.values() for each in own]
     length = every[0].tokens.size
@@ -153,17 +159,6 @@ def measure(
     scored = Limits(prompt, text.shape[1] - prompt, shortest=prompt)
     tallies = [Tally() for _ in contestants]
     with kvjax.reuse_prompts(machine.prompt_room()):
-        for task, own in asked.items():
-            for start in range(0, len(own), rows):
-                batch = {task: own[start : start + rows]}
-                for each, tally in zip(contestants, tallies, strict=True):
-                    selects, began = not each.spec.selection.reads_all, time.perf_counter()
-                    found = exact_matches(
-                        each.model, batch, each.spec, watch=tally.count if selects else None, rows=rows, limits=limits,
-                        record=selects,
-                    )  # fmt: skip
-                    tally.right[task] += round(found[task] * len(batch[task]))
-                    tally.seconds += time.perf_counter() - began
         for start in range(0, len(text), rows):
             for each, tally in zip(contestants, tallies, strict=True):
                 began = time.perf_counter()
@@ -173,10 +168,23 @@ def measure(
                 # Entry t scores token t + 1.
                 tally.logprobs.append(np.asarray(made.logprobs)[:, prompt - 1 :])
                 tally.seconds += time.perf_counter() - began
-    return [_point(each, tally, asked, length) for each, tally in zip(contestants, tallies, strict=True)]
+        batches = [
+            (task, own[start : start + rows]) for task, own in asked.items() for start in range(0, len(own), rows)
+        ]
+        for task, batch in batches:
+            for each, tally in zip(contestants, tallies, strict=True):
+                selects, began = not each.spec.selection.reads_all, time.perf_counter()
+                found = exact_matches(
+                    each.model, {task: batch}, each.spec, watch=tally.count if selects else None, rows=rows,
+                    limits=limits, record=selects,
+                )  # fmt: skip
+                tally.right[task] += round(found[task] * len(batch))
+                tally.asked[task] += len(batch)
+                tally.seconds += time.perf_counter() - began
+            yield [_point(each, tally, length) for each, tally in zip(contestants, tallies, strict=True)]
 
 
-def _point(each: Contestant, tally: Tally, asked: Mapping[str, Sequence[Prompt]], length: int) -> Point:
+def _point(each: Contestant, tally: Tally, length: int) -> Point:
     # [rows, decoded tokens]
     decoded = np.concatenate(tally.logprobs)
     chunks = [*np.split(decoded, range(CHUNK, decoded.shape[1], CHUNK), axis=1), decoded]
@@ -184,7 +192,7 @@ def _point(each: Contestant, tally: Tally, asked: Mapping[str, Sequence[Prompt]]
     return Point(
         method=each.method,
         share=kept if each.spec.selection.reads_all else tally.read / tally.live,
-        recall={task: tally.right[task] / len(own) for task, own in asked.items()},
+        recall={task: tally.right[task] / count for task, count in tally.asked.items()},
         perplexity=[math.exp(-float(np.mean(chunk, dtype=np.float64))) for chunk in chunks],
         seconds=tally.seconds,
     )
@@ -254,6 +262,8 @@ def start(values: flags.FlagValues, shares: Sequence[float], argv: Sequence[str]
     for flag in ("output", "plot"):
         if path := values[flag].value:
             results.make_file(path, flag)
+    if SKEWED in values.methods and not values.skew:
+        raise ConfigError(f"{SKEWED} needs --skew=FILE, of `python -m experiments.skew`.")
     model = kvjax.load(values.model, dtype="float32")
     skewed_model = skewed(model, load_skew(values.skew).matrices) if values.skew else None
     nearest, farthest = (int(part * values.length) for part in DISTANCES)
@@ -275,18 +285,20 @@ def start(values: flags.FlagValues, shares: Sequence[float], argv: Sequence[str]
     contestants = [Contestant("full", values.length, CacheSpec(policies.full()), model)]
     for name in values.methods:
         own = model if name != SKEWED else skewed_model
-        if own is None:
-            raise ConfigError(f"{SKEWED} needs --skew=FILE, of `python -m experiments.skew`.")
+        assert own is not None
         # Small shares may be the same number of pages.
         built = {METHODS[name](max(1, round(share * values.length)), own): share for share in sorted(shares)}
         contestants += [
             Contestant(name, max(1, round(share * values.length)), spec, own) for spec, share in built.items()
         ]
-    points = measure(contestants, asked, text, values.text_prompt, values.batch)
-    if values.output:
-        made: dict[str, Any] = {"environment": machine.environment(), "command": " ".join(argv[1:])}
-        made["points"] = [dataclasses.asdict(point) for point in points]
-        results.write(Path(values.output), json.dumps(made, indent=1) + "\n")
+    batches = len(TASKS) * -(-values.prompts // values.batch)
+    points = []
+    for number, points in enumerate(measure(contestants, asked, text, values.text_prompt, values.batch), start=1):
+        print(f"{number} of {batches} batches of questions", file=sys.stderr, flush=True)
+        if values.output:
+            made: dict[str, Any] = {"environment": machine.environment(), "command": " ".join(argv[1:])}
+            made["points"] = [dataclasses.asdict(point) for point in points]
+            results.write(Path(values.output), json.dumps(made, indent=1) + "\n")
     return _report(points, values.plot)
 
 

@@ -86,9 +86,10 @@ def host_memory() -> int:
 
 
 def prompt_room() -> int:
-    """Returns the bytes that `kvjax.reuse_prompts` may take: half of what the first device, or the host, has."""
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return int(limit or host_memory()) // 2
+    """Returns the bytes that `kvjax.reuse_prompts` may take: half of the free memory of a device or the host."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else host_memory()
+    return max(1, int(free) // 2)
 
 
 def forget_programs() -> None:

@@ -1,5 +1,6 @@
 """Measures a cache on a model: perplexity, agreement with the full cache, speed, bytes held."""
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -18,6 +19,7 @@ from kvjax.cache import CacheLayout, CacheSpec, KVState, Limits, layers_of, live
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import as_spec
+from kvjax.generation import prompt_reuse
 from kvjax.generation.generate import decode
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.prefill import prefill
@@ -187,10 +189,11 @@ def measure(
     prefill_times, decode_times = [], []
     for turn in range(1 + repeats):
         start = time.perf_counter()
-        prefilled = prefill(
-            model, prompts, runs, max_new_tokens=new_tokens, prefill_block=prefill_block,
-            implementation=implementation, limits=limits,
-        )  # fmt: skip
+        with prompt_reuse.suspended() if repeats else contextlib.nullcontext():
+            prefilled = prefill(
+                model, prompts, runs, max_new_tokens=new_tokens, prefill_block=prefill_block,
+                implementation=implementation, limits=limits,
+            )  # fmt: skip
         jax.block_until_ready(prefilled.state)
         prefill_times.append(time.perf_counter() - start)
         if turn == 0 and tokens.shape[1] > prompt_length:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax import policies
+from kvjax.attention import Implementation
 from kvjax.cache import shared_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.layer_stack import LayerStack, entries_of, len_of, repeated, sequence_of
@@ -141,12 +142,14 @@ class Prepared(NamedTuple):
       budgets: the number of slots that each row may keep.
       width: the number of tokens that prompts are padded to.
       rows: the number of rows of arrays; those after the batch's have no token.
+      implementation: of attention, as it was asked for.
     """
 
     layout: CacheLayout
     budgets: Budgets
     width: int
     rows: int
+    implementation: Implementation
 
 
 def prepare(
@@ -203,7 +206,7 @@ def prepare(
     if loops and not differentiated:
         runs = layer_loop.possible_runs(model.config, model.params, layout.prompt, layout.decode)
         layout = dataclasses.replace(layout, runs=runs)
-    return Prepared(layout, lowered.budgets, sizes.prompt, rows)
+    return Prepared(layout, lowered.budgets, sizes.prompt, rows, options.implementation)
 
 
 def run_prompts(
@@ -231,7 +234,10 @@ def run_prompts(
     lengths, total = (np.pad(each, (0, prepared.rows - rows)) for each in (lengths, total))
     budgets = prepared.budgets
     store = prompt_reuse.active()
-    if store is not None and prompt_reuse.can_reuse(model, prepared.layout, ids[:, : prepared.width], store.max_bytes):
+    # A kernel by name may be one that a full cache has not.
+    named = prepared.implementation not in ("auto", "xla")
+    sizes = (prepared.rows, prepared.width)
+    if store is not None and not named and prompt_reuse.can_reuse(store, model, prepared.layout, *sizes):
         return _run_reused(store, model, ids, lengths, total, prepared, score=score)
     arrays = model.place((ids, lengths, total.astype(np.int32), budgets.prompt, budgets.decode))
     with compiling.announced(compiling.prompts_of(prepared.layout, prepared.width)):
@@ -251,7 +257,7 @@ def _run_reused(
     score: bool,
 ) -> tuple[Array, Array, KVState]:
     """Does what `run_prompts` does, with the activations of prompts that were run before; tokens [B, width]."""
-    options = CacheOptions(implementation="auto")
+    options = CacheOptions(implementation=prepared.implementation)
     full = prepare(model, CacheSpec(policies.full()), lengths, lengths, width=prepared.width, options=options)
     with compiling.announced(compiling.prompts_of(prepared.layout, prepared.width)):
         activations, logprobs = prompt_reuse.record(store, model, tokens, lengths, full.layout, score=score)

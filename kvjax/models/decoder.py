@@ -36,7 +36,7 @@ Array = jax.Array
 SKEW = "skew"  # optional parameter of an attention, [K, D, D]; see `kvjax.models.skew`
 SIDES = "sides"  # optional parameters of an attention, {"key": {part: [K, ...]}, "value": ...}; see `kvjax.calibrate`
 RUNS = "runs"  # optional collection of variables, index of a layer -> `kvjax.models.layer_loop.RunParams`
-PROJECTED = "projected"  # optional collection: index of a layer -> what `Decoder.hidden` saw there; see `LayerOutput`
+PROJECTED = "projected"  # optional collection, index of a layer -> its queries, keys and values
 SHIFT = "shift"  # optional parameters of an attention, added to {"key": [B, K, n, D], "value": ...}, for gradients
 
 
@@ -348,7 +348,9 @@ class Decoder(nn.Module):
             # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
             self.sow("intermediates", f"attention_{index}", output.seen)
             self.sow("intermediates", f"streams_{index}", output.streams)
-            self.sow(PROJECTED, str(index), output.projected)
+            # `init` makes every collection mutable.
+            if not self.is_initializing():
+                self.sow(PROJECTED, str(index), output.projected)
             made = output.cache
             if kv is not None:
                 made = shared_layers.release(made, cast(LayerCache, entries[len(after)]), phase[index])

@@ -12,6 +12,8 @@ from kvjax.cache.layer_stack import stacked_runs
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import ConfigError
 from kvjax.generation import prompt_reuse
+from kvjax.models.decoder import Decoder
+from kvjax.models.skew import find_skew, skewed
 from kvjax.products import native
 from tests import examples
 from tests.tiny import random_tokens, tiny
@@ -108,21 +110,37 @@ def test_scores_and_choices():
 
 def test_log_probabilities_are_added_to_prompts_that_were_not_scored():
     model = tiny().model
+    limits = kvjax.Limits(prompt=12, new_tokens=14)
     with kvjax.reuse_prompts(ROOM) as store:
-        # Of one width.
-        limits = kvjax.Limits(prompt=12, new_tokens=14)
         kvjax.generate(model, TOKENS[:, :12], policies.full(), max_new_tokens=14, limits=limits)
-        before = store.nbytes
         scored = kvjax.log_likelihood(model, TOKENS, policies.full(), prompt_length=12, limits=limits)
     assert store.hits == 1
-    assert store.nbytes - before == TOKENS.shape[0] * 12 * 4
     expected = kvjax.log_likelihood(model, TOKENS, policies.full(), prompt_length=12)
     np.testing.assert_allclose(scored.logprobs, expected.logprobs, atol=2e-5)
 
 
-@pytest.mark.parametrize("other", ["tokens", "lengths", "weights"])
+@pytest.mark.parametrize("place", [12, 20])
+def test_equal_prompts_that_go_on_otherwise(place):
+    """The token after a prompt is scored with the prompt, and is no part of it."""
+    model, limits = tiny().model, kvjax.Limits(prompt=12, new_tokens=14)
+    other = TOKENS.copy()
+    other[:, place] = (other[:, place] + 1) % model.config.vocab_size
+
+    def scored(tokens):
+        made = kvjax.log_likelihood(model, tokens, policies.h2o(0.5), prompt_length=12, limits=limits)
+        return np.asarray(made.logprobs)
+
+    expected = [scored(TOKENS), scored(other), scored(TOKENS)]
+    with kvjax.reuse_prompts(ROOM) as store:
+        made = [scored(TOKENS), scored(other), scored(TOKENS)]
+    assert (store.hits, store.misses) == (2, 1)
+    for own, wanted in zip(made, expected, strict=True):
+        np.testing.assert_allclose(own, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("other", ["tokens", "lengths", "weights", "config", "precision"])
 def test_other_prompts_are_not_taken_for_these(other):
-    tokens, lengths, model = TOKENS, LENGTHS, tiny().model
+    tokens, lengths, model, precision = TOKENS, LENGTHS, tiny().model, None
     with kvjax.reuse_prompts(ROOM) as store:
         run(model, policies.full())
         if other == "tokens":
@@ -131,10 +149,48 @@ def test_other_prompts_are_not_taken_for_these(other):
             lengths = [26, 16]
         if other == "weights":
             model = tiny(seed=1).model
-        made = kvjax.generate(model, tokens, policies.full(), max_new_tokens=5, lengths=lengths)
-    assert (store.hits, store.misses) == (0, 2)
-    expected = kvjax.generate(model, tokens, policies.full(), max_new_tokens=5, lengths=lengths)
+        if other == "config":
+            model = dataclasses.replace(model, config=dataclasses.replace(model.config, attention_soft_cap=0.1))
+        if other == "precision":
+            precision = "highest"
+        with jax.default_matmul_precision(precision):
+            made = kvjax.generate(model, tokens, policies.full(), max_new_tokens=5, lengths=lengths)
+        assert (store.hits, store.misses) == (0, 2)
+        with prompt_reuse.suspended():
+            expected = kvjax.generate(model, tokens, policies.full(), max_new_tokens=5, lengths=lengths)
+        assert (store.hits, store.misses) == (0, 2)
     np.testing.assert_array_equal(made.tokens, expected.tokens)
+    np.testing.assert_allclose(made.logprobs, expected.logprobs, atol=2e-5)
+
+
+def test_a_rope_that_depends_on_what_is_to_come_and_arrays_of_numpy_are_not_shared():
+    model = tiny().model
+    dynamic = dataclasses.replace(model.config.rope, scaling="dynamic", factor=2.0, original_max_positions=16)
+    config = dataclasses.replace(model.config, rope=dynamic)
+    with kvjax.reuse_prompts(ROOM) as store:
+        made = run(dataclasses.replace(model, config=config), policies.h2o(0.5))
+        run(dataclasses.replace(model, params=jax.tree.map(np.asarray, model.params)), policies.h2o(0.5))
+    assert (store.hits, store.misses) == (0, 0)
+    np.testing.assert_array_equal(made.tokens, run(dataclasses.replace(model, config=config), policies.h2o(0.5)).tokens)
+
+
+def test_a_skew_and_a_calibration_are_those_of_the_second_model():
+    """They are parameters of the cache: prompts are shared between models that differ in nothing else."""
+    model = tiny().model
+    other = skewed(model, find_skew(model, TOKENS), fold=False)
+    spec = CacheSpec(policies.full(), selection=kvjax.selection.infinigen(4.0, ratio=0.25, cap=6, first_layer=1))
+    expected = run(other, spec, record=True)
+    with kvjax.reuse_prompts(ROOM) as store:
+        plain = run(model, spec, record=True)
+        made = run(other, spec, record=True)
+    assert store.hits == 1
+    np.testing.assert_array_equal(made.record.positions, expected.record.positions)
+    assert not np.array_equal(plain.record.positions, expected.record.positions)
+
+
+def test_init_makes_parameters_alone():
+    config = tiny().model.config
+    assert set(Decoder(config).init(jax.random.key(0), TOKENS[:1])) == {"params"}
 
 
 def test_prompts_in_blocks_and_gradients_are_not_shared():
@@ -147,28 +203,37 @@ def test_prompts_in_blocks_and_gradients_are_not_shared():
             return kvjax.log_likelihood(own, TOKENS, policies.full(), prompt_length=26).logprobs.mean()
 
         jax.grad(loss)(model.params)
-    assert (store.hits, store.misses, store.nbytes) == (0, 0, 0)
+    assert (store.hits, store.misses) == (0, 0)
     np.testing.assert_array_equal(blocks.tokens, run(model, policies.h2o(0.5), prefill_block=8).tokens)
 
 
 def test_the_store_has_a_bound():
     model = tiny().model
-    config = model.config
-    width = 32  # as arrays are padded
-    of_a_batch = (
-        len(TOKENS) * width * config.num_layers * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
-    )
+    config, (rows, width) = model.config, TOKENS.shape
+    limits = kvjax.Limits(prompt=width, new_tokens=1, shortest=width)
+    vectors = config.num_layers * (config.num_heads + 2 * config.num_kv_heads)
+    # Queries, keys, values, hidden states and log-probabilities.
+    of_a_batch = rows * width * 4 * (vectors * config.head_dim + config.embed_size + 1)
+
+    def generate(seed):
+        tokens = random_tokens(rows, width, seed)
+        kvjax.generate(model, tokens, policies.full(), max_new_tokens=1, limits=limits)
+
     with kvjax.reuse_prompts(of_a_batch - 1) as store:
-        run(model, policies.full())
-    assert store.misses == store.nbytes == 0, "a batch that has no room is not shared"
+        generate(0)
+        assert store.misses == store.nbytes == 0, "a batch that has no room is not shared"
     with kvjax.reuse_prompts(5 * of_a_batch // 2) as store:
-        for seed in (0, 1, 2, 0):
-            kvjax.generate(model, random_tokens(2, 26, seed), policies.full(), max_new_tokens=1)
-            assert store.nbytes <= store.max_bytes
-    assert store.misses == 4, "the oldest of three batches was dropped"
-    assert "0 hits, 4 misses" in repr(store)
-    with pytest.raises(ConfigError, match="max_bytes=0 must be at least 1"), kvjax.reuse_prompts(0):
-        pass
+        held = []
+        for seed in (0, 1, 2, 0, 2):
+            generate(seed)
+            held.append(store.nbytes)
+    assert held == [of_a_batch, *[2 * of_a_batch] * 4]
+    assert (store.hits, store.misses) == (1, 4), "the oldest of three batches was dropped"
+    assert store.nbytes == 0, "nothing is kept after the context"
+    assert "1 hits, 4 misses" in repr(store)
+    for wrong in (0, None, "4GB"):
+        with pytest.raises(ConfigError, match="max_bytes must be a number from 1 to"), kvjax.reuse_prompts(wrong):
+            pass
 
 
 def test_the_prompt_is_not_computed_again(monkeypatch):

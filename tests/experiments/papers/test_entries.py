@@ -1,5 +1,6 @@
 """The manifest: every table and figure of the three papers has an entry, and every entry asks for parts."""
 
+import dataclasses
 import pickle
 import re
 
@@ -10,8 +11,11 @@ from experiments.config import ModelConfig
 from experiments.papers.entry import Published, published, registry, with_published
 from experiments.papers.names import H2O, INFINIGEN, NAMES, ROCO
 from experiments.papers.parts import check_unique
-from experiments.papers.settings import FAST, FULL, TEXTS, Settings
+from experiments.papers.settings import FAST, FULL, HALF, TEXTS, Settings
+from experiments.programs import paper
 from kvjax.errors import ConfigError
+from kvjax.models.shapes import by_name
+from kvjax.products import native
 
 
 def test_every_name_has_an_entry():
@@ -55,6 +59,21 @@ def test_an_entry_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "infinigen_fig2.png").read_bytes().startswith(b"\x89PNG")
     assert experiments.paper.main(["paper", "--list"]) == 0
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(registry())
+
+
+def test_sizes_and_products_of_a_model():
+    small = large = by_name("opt-125m")
+    small = dataclasses.replace(
+        small, num_layers=1, windows=(), hidden_size=64, mlp_size=64, embed_size=64, vocab_size=512
+    )
+    assert paper.scale_of(small, None, fast=False) == FULL
+    assert paper.scale_of(large, None, fast=False) == paper.scale_of(None, None, fast=False) == HALF
+    assert paper.scale_of(large, "full", fast=False) == FULL
+    assert paper.scale_of(large, "trial", fast=True) == paper.scale_of(small, None, fast=True) == FAST
+    with pytest.raises(ConfigError, match="--fast is --sizes=trial, but --sizes=full was given"):
+        paper.scale_of(small, "full", fast=True)
+    assert paper.form_of(small) == "fixed"
+    assert paper.form_of(large) == ("native" if native.load() is None else "fixed")
 
 
 def test_published_numbers():
