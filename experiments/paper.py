@@ -30,6 +30,8 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("seed", 0, "of prompts, draws and bootstraps", lower_bound=0, flag_values=values)
     where = "folder of the texts; else data/ of $KVJAX_SHARED, or of shared/ in or beside the project"
     flags.DEFINE_string("data", None, where, flag_values=values)
+    about = "folders of results of other models, whose verdicts stand beside these on the page"
+    flags.DEFINE_list("beside", [], about, flag_values=values)
     flags.DEFINE_string("output", None, f"folder of results; else {OUTPUT}, or {OUTPUT}-fast", flag_values=values)
 
 

@@ -44,7 +44,13 @@ def entries_of(names: Sequence[str]) -> list[Entry]:
 
 
 def run(
-    names: Sequence[str], settings: Settings, output: Path, *, rerun: bool = False, progress: bool | None = None
+    names: Sequence[str],
+    settings: Settings,
+    output: Path,
+    *,
+    rerun: bool = False,
+    progress: bool | None = None,
+    beside: Sequence[Path] = (),
 ) -> list[str]:
     """Runs entries, prints each as soon as it is done, and writes the page.
 
@@ -56,6 +62,7 @@ def run(
       output: the folder that is written.
       rerun: whether to measure what there is a result of, too.
       progress: see `experiments.progress.tracked`.
+      beside: see `write_page`.
 
     Returns:
       The names of entries that failed.
@@ -64,6 +71,8 @@ def run(
       ConfigError: an unknown name, or a folder that cannot be written.
     """
     entries = entries_of(names)
+    for folder in beside:
+        verdicts_in(folder)
     lab = Lab(settings, output / PARTS, rerun=rerun)
     failed: list[str] = []
     # Most parts are of the same prompts under other caches.
@@ -87,7 +96,7 @@ def run(
                 print(f"\n{entry.name} FAILED: {message}", file=sys.stderr, flush=True)
                 continue
             # After every entry: a run that is killed leaves a page of those that are done.
-            write_page(output, settings.described())
+            write_page(output, settings.described(), beside)
     if len(failed) < len(entries):
         print(f"Wrote {output}/{PAGE}, and a report, a figure and results of each entry beside it.")
     return failed
@@ -126,19 +135,43 @@ def write(output: Path, done: Report, settings: Settings) -> None:
     results.write(output / f"{name}.json", results.to_json(about))
 
 
-def write_page(output: Path, described: Mapping[str, Json]) -> list[str]:
+def write_page(output: Path, described: Mapping[str, Json], beside: Sequence[Path] = ()) -> list[str]:
     """Writes the page of the entries in a folder that were run with some settings.
 
     Args:
       output: the folder of results, in which the page is written.
       described: see `Settings.described`.
+      beside: folders of results of other models, whose verdicts stand beside these.
 
     Returns:
       The names of the entries on the page.
+
+    Raises:
+      ConfigError: a folder beside that has no results.
     """
     sections = entries_in(output, described)
-    results.write(output / PAGE, page.page(sections, about(described, sections)))
+    others = dict(map(verdicts_in, beside))
+    model = name_of(described) if others else "verdict"
+    results.write(output / PAGE, page.page(sections, about(described, sections), model=model, beside=others))
     return list(sections)
+
+
+def name_of(described: Mapping[str, Json]) -> str:
+    """Returns the name of the model of a run's settings."""
+    return Path(described["model"]["path"] or described["model"]["shape"] or "model").name
+
+
+def verdicts_in(folder: Path) -> tuple[str, dict[str, str]]:
+    """Returns the name of the model of a folder of results, and its verdicts by entry.
+
+    Raises:
+      ConfigError: a folder without results.
+    """
+    found = {name: results.read_json(folder / f"{name}.json") for name in NAMES}
+    known = {name: result for name, result in found.items() if isinstance(result, dict) and "verdict" in result}
+    if not known:
+        raise ConfigError(f"--beside={folder} has no results of `python -m experiments.paper`.")
+    return name_of(next(iter(known.values()))["settings"]), {name: own["verdict"] for name, own in known.items()}
 
 
 def entries_in(output: Path, described: Mapping[str, Json]) -> dict[str, tuple[JsonObject, str]]:

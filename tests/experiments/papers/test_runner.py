@@ -121,6 +121,23 @@ def test_seed_and_sizes_name_the_results(entries, tmp_path):
     assert "would say CONFIRM" in page and "1 INCONCLUSIVE" in page
 
 
+def test_verdicts_of_another_model_stand_beside(entries, tmp_path):
+    runner.run(["h2o"], settings(), tmp_path / "small", progress=False)
+    path = tmp_path / "small" / "h2o_fig1.json"
+    other = json.loads(path.read_text()) | {"verdict": "CONTRADICT"}
+    other["settings"]["model"]["path"] = "models/another"
+    path.write_text(json.dumps(other))
+    runner.run(["all"], settings(), tmp_path / "own", progress=False, beside=[tmp_path / "small"])
+    rows = [line for line in (tmp_path / "own" / "README.md").read_text().splitlines() if line.startswith("| ")]
+    cells = {
+        row.split("](#")[0][3:]: [cell.strip() for cell in row.split("|")[3:5]] for row in rows[1:] if "](#" in row
+    }
+    assert cells == {"h2o_fig1": ["CONFIRM", "CONTRADICT"], "roco_fig1": ["CONFIRM", "-"]}
+    assert "| another" in rows[0]
+    with pytest.raises(ConfigError, match="nowhere has no results"):
+        runner.run(["all"], settings(), tmp_path / "own", progress=False, beside=[tmp_path / "nowhere"])
+
+
 def test_damaged_parts_and_rerun(entries, tmp_path):
     lab = Lab(settings(), tmp_path)
     part = Noise(name_of="a")
