@@ -31,7 +31,7 @@ def define(values: flags.FlagValues) -> None:
     where = "folder of the texts; else data/ of $KVJAX_SHARED, or of shared/ in or beside the project"
     flags.DEFINE_string("data", None, where, flag_values=values)
     about = "folders of results of other models, whose verdicts stand beside these on the page"
-    flags.DEFINE_list("beside", [], about, flag_values=values)
+    flags.DEFINE_list("compare", [], about, flag_values=values)
     flags.DEFINE_string("output", None, f"folder of results; else {OUTPUT}, or {OUTPUT}-fast", flag_values=values)
 
 

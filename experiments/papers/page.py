@@ -97,7 +97,7 @@ def page(
     about: Sequence[str],
     *,
     model: str = "verdict",
-    beside: Mapping[str, Mapping[str, str]] | None = None,
+    compared: Mapping[str, Mapping[str, str]] | None = None,
 ) -> str:
     """The page of all entries that have been run.
 
@@ -105,14 +105,14 @@ def page(
       sections: entry -> its results.json, and its report in Markdown.
       about: paragraphs about the run.
       model: the title of the column of verdicts.
-      beside: the name of another model -> its verdicts, by entry.
+      compared: the name of another model -> its verdicts, by entry.
     """
     counts = {each.value: sum(result["verdict"] == each.value for result, _ in sections.values()) for each in Verdict}
     counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     parts = ["# Papers by name", INTRODUCTION, *about, f"{len(sections)} entries: {counted}."]
     rows = [
         {"entry": f"[{name}](#{name})", "question": result["question"], model: result["verdict"]}
-        | {other: verdicts.get(name, "-") for other, verdicts in (beside or {}).items()}
+        | {other: verdicts.get(name, "-") for other, verdicts in (compared or {}).items()}
         for name, (result, _) in sections.items()
     ]
     parts.append(_table(rows, "github"))

@@ -50,7 +50,7 @@ def run(
     *,
     rerun: bool = False,
     progress: bool | None = None,
-    beside: Sequence[Path] = (),
+    compared: Sequence[Path] = (),
 ) -> list[str]:
     """Runs entries, prints each as soon as it is done, and writes the page.
 
@@ -62,7 +62,7 @@ def run(
       output: the folder that is written.
       rerun: whether to measure what there is a result of, too.
       progress: see `experiments.progress.tracked`.
-      beside: see `write_page`.
+      compared: see `write_page`.
 
     Returns:
       The names of entries that failed.
@@ -71,7 +71,7 @@ def run(
       ConfigError: an unknown name, or a folder that cannot be written.
     """
     entries = entries_of(names)
-    for folder in beside:
+    for folder in compared:
         verdicts_in(folder)
     lab = Lab(settings, output / PARTS, rerun=rerun)
     failed: list[str] = []
@@ -96,7 +96,7 @@ def run(
                 print(f"\n{entry.name} FAILED: {message}", file=sys.stderr, flush=True)
                 continue
             # After every entry: a run that is killed leaves a page of those that are done.
-            write_page(output, settings.described(), beside)
+            write_page(output, settings.described(), compared)
     if len(failed) < len(entries):
         print(f"Wrote {output}/{PAGE}, and a report, a figure and results of each entry beside it.")
     return failed
@@ -135,24 +135,24 @@ def write(output: Path, done: Report, settings: Settings) -> None:
     results.write(output / f"{name}.json", results.to_json(about))
 
 
-def write_page(output: Path, described: Mapping[str, Json], beside: Sequence[Path] = ()) -> list[str]:
+def write_page(output: Path, described: Mapping[str, Json], compared: Sequence[Path] = ()) -> list[str]:
     """Writes the page of the entries in a folder that were run with some settings.
 
     Args:
       output: the folder of results, in which the page is written.
       described: see `Settings.described`.
-      beside: folders of results of other models, whose verdicts stand beside these.
+      compared: folders of results of other models, whose verdicts stand beside these.
 
     Returns:
       The names of the entries on the page.
 
     Raises:
-      ConfigError: a folder beside that has no results.
+      ConfigError: one of these folders has no results.
     """
     sections = entries_in(output, described)
-    others = dict(map(verdicts_in, beside))
+    others = dict(map(verdicts_in, compared))
     model = name_of(described) if others else "verdict"
-    results.write(output / PAGE, page.page(sections, about(described, sections), model=model, beside=others))
+    results.write(output / PAGE, page.page(sections, about(described, sections), model=model, compared=others))
     return list(sections)
 
 
@@ -170,7 +170,7 @@ def verdicts_in(folder: Path) -> tuple[str, dict[str, str]]:
     found = {name: results.read_json(folder / f"{name}.json") for name in NAMES}
     known = {name: result for name, result in found.items() if isinstance(result, dict) and "verdict" in result}
     if not known:
-        raise ConfigError(f"--beside={folder} has no results of `python -m experiments.paper`.")
+        raise ConfigError(f"--compare={folder} has no results of `python -m experiments.paper`.")
     return name_of(next(iter(known.values()))["settings"]), {name: own["verdict"] for name, own in known.items()}
 
 

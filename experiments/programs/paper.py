@@ -40,10 +40,12 @@ def start(config: PaperConfig, values: flags.FlagValues, names: Sequence[str]) -
     decoder = decoder_config(config.model)
     scale = scale_of(decoder, values.sizes, fast=values.fast)
     output = Path(values.output or (f"{OUTPUT}-fast" if scale.trial else OUTPUT))
-    beside = [Path(folder) for folder in values.beside]
+    compared = [Path(folder) for folder in values.compare]
     if values.page:
         settings = Settings(config.model, Path(), values.seed, scale)
-        print(f"Wrote {output}/{runner.PAGE}: {len(runner.write_page(output, settings.described(), beside))} entries.")
+        print(
+            f"Wrote {output}/{runner.PAGE}: {len(runner.write_page(output, settings.described(), compared))} entries."
+        )
         return 0
     data = find_data(values.data)
     if data is None:
@@ -59,7 +61,7 @@ def start(config: PaperConfig, values: flags.FlagValues, names: Sequence[str]) -
     if scale.trial:
         # Nearly all of a trial is compiling.
         jax.config.update("jax_disable_most_optimizations", True)
-    failed = runner.run(names, settings, output, rerun=values.rerun, beside=beside)
+    failed = runner.run(names, settings, output, rerun=values.rerun, compared=compared)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return SOME_FAILED if failed else 0

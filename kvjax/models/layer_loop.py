@@ -5,7 +5,10 @@ differ in data: they have matrices of weights by an index (`kvjax.products.Index
 budgets and caches in stacks (`kvjax.numerics.stack_slices`). Loops run on CPUs, where kvjax's own products read one of
 several matrices. On other platforms layers are unrolled, as are those that share arrays or have them in host memory.
 
-The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare.
+The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare. ``KVJAX_LAYER_LOOPS=stacked`` runs
+loops on every platform: each program stacks the weights, which takes their memory twice, and XLA copies the slices of
+weights and caches that it does not fuse. That suits a small model on a GPU, whose programs take minutes to compile and
+seconds to run. How long steps take there has not been measured, so that it is not the default.
 """
 
 import os
@@ -25,13 +28,13 @@ from kvjax.models.config import DecoderConfig
 from kvjax.numerics import stack_slices
 from kvjax.parallel import host_memory
 from kvjax.parallel.sharding import Params
-from kvjax.products import IndexedMatrix, native, runs_native
+from kvjax.products import IndexedMatrix, native, on_mesh, runs_native
 from kvjax.products.indexed import can_index
 from kvjax.products.quantized import is_quantized
 
 Array = jax.Array
 
-VARIABLE, ON, OFF = "KVJAX_LAYER_LOOPS", "on", "off"  # of the environment
+VARIABLE, ON, OFF, STACKED = "KVJAX_LAYER_LOOPS", "on", "off", "stacked"  # of the environment
 SHORTEST = 2  # layers of a loop
 LARGEST = 1 << 16  # numbers of a parameter that is stacked, and so held twice
 
@@ -46,12 +49,12 @@ def possible_runs(config: DecoderConfig, params: Params, prompt: Phase, decode: 
       decode: the groups of heads of each layer while decoding.
 
     Raises:
-      ConfigError: ``KVJAX_LAYER_LOOPS`` is neither on nor off.
+      ConfigError: ``KVJAX_LAYER_LOOPS`` is none of on, off and stacked.
     """
-    given = os.environ.get(VARIABLE, ON).strip().lower()
-    if given not in (ON, OFF):
-        raise ConfigError(f"{VARIABLE}={given!r} must be {ON} or {OFF}.")
-    if given == OFF or not runs_native() or native.load(native.INDEXED_PRODUCT) is not None or config.num_experts:
+    given = _setting()
+    if given == OFF or config.num_experts or on_mesh():
+        return ()
+    if given == ON and not (runs_native() and native.load(native.INDEXED_PRODUCT) is None):
         return ()
     keys = [_key(config, params, (prompt[index], decode[index]), index) for index in range(config.num_layers)]
     found, start = [], 0
@@ -63,6 +66,13 @@ def possible_runs(config: DecoderConfig, params: Params, prompt: Phase, decode: 
     return tuple(found)
 
 
+def _setting() -> str:
+    given = os.environ.get(VARIABLE, ON).strip().lower()
+    if given not in (ON, OFF, STACKED):
+        raise ConfigError(f"{VARIABLE}={given!r} must be {ON}, {OFF} or {STACKED}.")
+    return given
+
+
 def _key(config: DecoderConfig, params: Params, groups: tuple[tuple[Group, ...], ...], index: int) -> Any:
     """Returns what the layers of a loop have in common; None for a layer that is unrolled."""
     own = params[f"layer_{index}"]
@@ -72,7 +82,8 @@ def _key(config: DecoderConfig, params: Params, groups: tuple[tuple[Group, ...],
         return None
     if any(map(is_quantized, jax.tree.leaves(own, is_leaf=is_quantized))):
         return None
-    if any(leaf.size > LARGEST and not _is_indexed(path, leaf) for path, leaf in tree_flatten_with_path(own)[0]):
+    twice = [leaf.size for path, leaf in tree_flatten_with_path(own)[0] if not _is_indexed(path, leaf)]
+    if _setting() != STACKED and max(twice, default=0) > LARGEST:
         return None
     # The first layer has no hint.
     first = index == 0 and any(group.selection.ahead for group in every)
@@ -83,13 +94,13 @@ def _can_loop(group: Group) -> bool:
     own = group.arrangement
     by_kernel = group.step_implementation is not None or group.attn_implementation != "xla"
     # kvjax's own products with codes have no form for a slice of a stack, which would be copied in each step.
-    in_codes = any(codec is not None for codec in group.codecs)
+    in_codes = _setting() != STACKED and any(codec is not None for codec in group.codecs)
     return not (by_kernel or in_codes or group.storage.on_host or own.borrows(group) or group.slot_axes)
 
 
 def _is_indexed(path: KeyPath, leaf: Array) -> bool:
     """Whether the parameters of all layers are operands of a product with an index; others are stacked."""
-    return getattr(path[-1], "key", None) == "kernel" and can_index(leaf)
+    return _setting() != STACKED and getattr(path[-1], "key", None) == "kernel" and can_index(leaf)
 
 
 def runs_now(stacked: LayerRuns, config: DecoderConfig, params: Params, phase: Phase) -> LayerRuns:

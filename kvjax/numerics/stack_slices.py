@@ -27,6 +27,8 @@ from kvjax.typing import PyTree
 Array = jax.Array
 
 CUSTOM = (primitives.custom_jvp_call_p.name, primitives.custom_vjp_call_p.name)  # functions with gradients of their own
+#: A backend's names in alternatives for platforms.
+PLATFORMS = {"cpu": {"cpu"}, "tpu": {"tpu"}, "gpu": {"gpu", "cuda", "rocm"}}
 AXIS = 1  # of a stack's slices; rows of a batch come first in all arrays of a cache
 
 
@@ -80,7 +82,7 @@ def is_slice(x: object) -> bool:
 def call(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """Calls a function of arrays on trees whose leaves are arrays or slices.
 
-    The function is traced for CPUs: where it has alternatives for platforms, theirs is taken.
+    Where the function has alternatives for platforms, that of the default backend is taken.
 
     Args:
       function: of trees of arrays.
@@ -115,7 +117,8 @@ def _operation(equation: jex.JaxprEqn, operands: list[Value]) -> Sequence[Value]
     """Evaluates one operation; returns all of its results."""
     name, parameters = equation.primitive.name, equation.params
     if name == "platform_index":
-        return [next(i for i, names in enumerate(parameters["platforms"]) if names is None or "cpu" in names)]
+        own = PLATFORMS.get(backend := jax.default_backend(), {backend})
+        return [next(i for i, names in enumerate(parameters["platforms"]) if names is None or own & set(names))]
     if name == "cond" and isinstance(operands[0], int):
         return _evaluate(parameters["branches"][operands[0]], operands[1:])
     if (inner := _inner(name, parameters)) is not None:

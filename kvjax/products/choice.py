@@ -159,7 +159,7 @@ def form_for(x: Shaped, kernel: Shaped, transposed: bool) -> str:
     rows = x.shape[-2] if batched else math.prod(x.shape[:-1])
     weights = not (transposed or batched)
     fixed = fixed_form(rows, weights, weights and _can("split", kernel, False))
-    if not 0 < rows <= MAX_ROWS or _on_mesh() or setting() == FIXED:
+    if not 0 < rows <= MAX_ROWS or on_mesh() or setting() == FIXED:
         return fixed
     if setting() != AUTO:
         return setting() if _can(setting(), kernel, transposed) else fixed
@@ -174,10 +174,10 @@ def form_for(x: Shaped, kernel: Shaped, transposed: bool) -> str:
 
 def runs_native() -> bool:
     """Whether products with codes use kvjax's own code, where it can be built: no other form reads codes."""
-    return setting() in (AUTO, "native") and not _on_mesh() and jax.default_backend() == "cpu"
+    return setting() in (AUTO, "native") and not on_mesh() and jax.default_backend() == "cpu"
 
 
-def _on_mesh() -> bool:
+def on_mesh() -> bool:
     """Whether programs are for several devices, over which the compiler cannot divide a custom call."""
     mesh = jax.sharding.get_abstract_mesh()
     return not (mesh.empty or mesh.size == 1)

@@ -77,6 +77,28 @@ def test_a_loop_generates_what_layers_do(name):
     assert_equal(looped, unrolled(run))
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_stacked_weights_on_any_platform(name, monkeypatch):
+    """Without kvjax's own products, as on GPUs: XLA's products with slices of stacks, of codes too."""
+    model = tiny(layers=LAYERS).model
+    products.use("fixed")
+
+    def run():
+        return kvjax.generate(model, TOKENS, SPECS[name], max_new_tokens=6, lengths=LENGTHS)
+
+    expected = run()
+    assert expected.layout.runs == ()
+    monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.STACKED)
+    looped = run()
+    some = {"infinigen": (LayerRun(1, LAYERS),), "layers differ": (LayerRun(0, 2), LayerRun(2, LAYERS))}
+    assert looped.layout.runs == some.get(name, (LayerRun(0, LAYERS),))
+    np.testing.assert_array_equal(looped.tokens, expected.tokens)
+    np.testing.assert_allclose(looped.logprobs, expected.logprobs, atol=2e-5)
+    for number in range(LAYERS):
+        for mine, theirs in zip(looped.kept(number), expected.kept(number), strict=True):
+            jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+
+
 @pytest.mark.parametrize("name", ["h2o", "snapkv"])
 def test_prompts_in_blocks(name):
     model = tiny(layers=LAYERS).model

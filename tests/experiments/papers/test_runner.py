@@ -127,7 +127,7 @@ def test_verdicts_of_another_model_stand_beside(entries, tmp_path):
     other = json.loads(path.read_text()) | {"verdict": "CONTRADICT"}
     other["settings"]["model"]["path"] = "models/another"
     path.write_text(json.dumps(other))
-    runner.run(["all"], settings(), tmp_path / "own", progress=False, beside=[tmp_path / "small"])
+    runner.run(["all"], settings(), tmp_path / "own", progress=False, compared=[tmp_path / "small"])
     rows = [line for line in (tmp_path / "own" / "README.md").read_text().splitlines() if line.startswith("| ")]
     cells = {
         row.split("](#")[0][3:]: [cell.strip() for cell in row.split("|")[3:5]] for row in rows[1:] if "](#" in row
@@ -135,7 +135,7 @@ def test_verdicts_of_another_model_stand_beside(entries, tmp_path):
     assert cells == {"h2o_fig1": ["CONFIRM", "CONTRADICT"], "roco_fig1": ["CONFIRM", "-"]}
     assert "| another" in rows[0]
     with pytest.raises(ConfigError, match="nowhere has no results"):
-        runner.run(["all"], settings(), tmp_path / "own", progress=False, beside=[tmp_path / "nowhere"])
+        runner.run(["all"], settings(), tmp_path / "own", progress=False, compared=[tmp_path / "nowhere"])
 
 
 def test_damaged_parts_and_rerun(entries, tmp_path):
