@@ -26,11 +26,11 @@ SPECS = {
     **{name: CacheSpec(examples.policy(name)) for name in examples.POLICIES},
     **{name: CacheSpec(policy) for name, policy in (examples.combined() | examples.planned()).items()},
     **{
-        f"{held} {name}": CacheSpec(examples.policy(held), storage=examples.held(name))
-        for held in ("full", "h2o")
+        f"full {name}": CacheSpec(policies.full(), storage=examples.held(name))
         for name in examples.STORAGES
         if name not in CALIBRATED
     },
+    "h2o int4": CacheSpec(examples.policy("h2o"), storage=examples.held("int4")),
     **{name: CacheSpec(policies.full(), selection=examples.chosen(name)) for name in examples.SELECTIONS},
 }
 
