@@ -28,8 +28,7 @@ BEGINNING, COMPARED = 8, 120  # tokens of a prompt, and of the text that the mod
 
 
 def check(values: flags.FlagValues) -> None:
-    """Raises ConfigError if the model is no GGUF file, or the flags do not go with each other."""
-    file_of(values)
+    """Raises ConfigError if another peer is named, or the flags do not go with each other."""
     if other := [name for name in names_of_peers(values.against) if name != PEER]:
         raise ConfigError(f"bench gguf runs beside {PEER}; got --against={other[0]}.")
     if (values.batch is None) != (not lengths(values)):

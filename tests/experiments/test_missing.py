@@ -66,12 +66,13 @@ def test_training_without_texts(run, texts, tmp_path):
     assert not output.exists()
 
 
-ALONE = ("memory", "first_use")  # tasks that have one peer, transformers
+#: Tasks that have one peer.
+ALONE = {"memory": "transformers", "first_use": "transformers", "gguf": "llama.cpp"}
 
 
 @pytest.mark.parametrize(
     ("task", "name"),
-    [(task, name) for task in bench.AGAINST for name in peers.PEERS if task not in ALONE or name == "transformers"],
+    [(task, name) for task in bench.AGAINST for name in peers.PEERS if ALONE.get(task, name) == name],
 )
 def test_peers_are_looked_for_before_anything_is_measured(task, name, monkeypatch):
     monkeypatch.setattr(peers, "_is_found", lambda module: False)

@@ -117,7 +117,7 @@ def test_many_caches_with_recall_tasks_have_a_row_each(monkeypatch):
     names = ["full", "razor_attention(((1,0),(0,1)))", *"abcd"]
     made = [dataclasses.replace(measured_as(name, None), recall={"passkey": 0.5, "copy": 1.0}) for name in names]
     drawn = []
-    monkeypatch.setattr(run.plots, "png", lambda figure: drawn.append(figure) or b"")
+    monkeypatch.setattr(run.plots, "png", lambda figure, _: drawn.append(figure) or b"")
     run.plots.run_plot(made)
     left, right = drawn[0].axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["full", "razor_attention(...)", *"abcd"]
