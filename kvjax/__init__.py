@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from kvjax.generation.likelihood import LogLikelihood, log_likelihood
     from kvjax.generation.multiple_choice import ChoiceScore, score_choices
     from kvjax.generation.options import CacheOptions
-    from kvjax.generation.prompt_reuse import reuse_prompts
+    from kvjax.generation.prompt_store import reuse_prompts
     from kvjax.generation.sampling import Greedy, Sample
     from kvjax.generation.text import TextGeneration, generate_text
     from kvjax.host import keep_programs
@@ -113,7 +113,7 @@ _load, __dir__ = lazy.attach(
         "kvjax.generation.likelihood": ("LogLikelihood", "log_likelihood"),
         "kvjax.generation.multiple_choice": ("ChoiceScore", "score_choices"),
         "kvjax.generation.options": ("CacheOptions",),
-        "kvjax.generation.prompt_reuse": ("reuse_prompts",),
+        "kvjax.generation.prompt_store": ("reuse_prompts",),
         "kvjax.generation.sampling": ("Greedy", "Sample"),
         "kvjax.generation.text": ("TextGeneration", "generate_text"),
         "kvjax.host": ("keep_programs",),

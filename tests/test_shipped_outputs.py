@@ -8,7 +8,7 @@ from experiments.reports import plots
 from experiments.runs import identity
 from tests.conftest import ROOT
 
-HINT = "it was made with other weights; `make notebooks` and `make demo` make these files anew"
+HINT = "made with other weights; `make notebooks` makes those of colab/ anew, and demo.png is report.png of `make demo`"
 
 
 def weights_of(path):

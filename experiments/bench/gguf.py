@@ -32,7 +32,7 @@ def check(values: flags.FlagValues) -> None:
     if other := [name for name in names_of_peers(values.against) if name != PEER]:
         raise ConfigError(f"bench gguf runs beside {PEER}; got --against={other[0]}.")
     if (values.batch is None) != (not lengths(values)):
-        raise ConfigError("give --batch and --context together, or neither for the five standard settings.")
+        raise ConfigError("give --batch and --context together, or neither: five settings are measured then.")
 
 
 def file_of(values: flags.FlagValues) -> Path:

@@ -79,8 +79,7 @@ class Scale:
 
 
 FULL = Scale()
-# Of as many rows, prompts and questions as verdicts need, each of half the tokens: a model of 135 million parameters
-# takes a night on two cores.
+# Half the tokens, and the least number of rows and prompts that a verdict needs.
 HALF = Scale(
     prompt=384, new=64, look_rows=4, length=512, prompts=128, recall=480, references=32, questions=128, pattern=16
 )

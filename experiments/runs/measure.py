@@ -19,7 +19,7 @@ from kvjax.cache import CacheLayout, CacheSpec, KVState, Limits, layers_of, live
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import as_spec
-from kvjax.generation import prompt_reuse
+from kvjax.generation import prompt_store
 from kvjax.generation.generate import decode
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.prefill import prefill
@@ -189,7 +189,7 @@ def measure(
     prefill_times, decode_times = [], []
     for turn in range(1 + repeats):
         start = time.perf_counter()
-        with prompt_reuse.suspended() if repeats else contextlib.nullcontext():
+        with prompt_store.suspended() if repeats else contextlib.nullcontext():
             prefilled = prefill(
                 model, prompts, runs, max_new_tokens=new_tokens, prefill_block=prefill_block,
                 implementation=implementation, limits=limits,

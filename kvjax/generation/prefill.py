@@ -27,7 +27,7 @@ from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, Layer
 from kvjax.cache.step.prompt_end import Prompt, convert
-from kvjax.generation import compiling, prompt_reuse
+from kvjax.generation import compiling, prompt_reuse, prompt_store
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.program import program
 from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
@@ -233,7 +233,7 @@ def run_prompts(
     ids[:rows, :given] = tokens[:, :given]
     lengths, total = (np.pad(each, (0, prepared.rows - rows)) for each in (lengths, total))
     budgets = prepared.budgets
-    store = prompt_reuse.active()
+    store = prompt_store.active()
     # A kernel by name may be one that a full cache has not.
     named = prepared.implementation not in ("auto", "xla")
     sizes = (prepared.rows, prepared.width)
@@ -247,7 +247,7 @@ def run_prompts(
 
 
 def _run_reused(
-    store: prompt_reuse.PromptStore,
+    store: prompt_store.PromptStore,
     model: Model,
     tokens: np.ndarray,
     lengths: np.ndarray,

@@ -1,35 +1,23 @@
-"""Prompts that go through the model once, and are then kept by several caches.
+"""Programs that record the activations of prompts, and that make a cache of them; see `kvjax.reuse_prompts`."""
 
-A prompt in one shot attends to its own keys and values, whatever a cache keeps of them. Its queries, keys and values in
-all layers are therefore the same under every cache that does not act on prompts, and most of the work of a prompt is to
-compute them. Within `reuse_prompts` they are kept, and a second cache of the same prompt runs only its own steps.
-"""
-
-import collections
-import contextlib
-import contextvars
-import dataclasses
 import functools
 import hashlib
-import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 
 from kvjax import products
-from kvjax.arguments import number_argument
 from kvjax.cache import shared_layers
 from kvjax.cache.groups import Group
-from kvjax.cache.layer_stack import LayerRun, LayerRuns, LayerStack, sequence_of
+from kvjax.cache.layer_stack import LayerRun, LayerStack, sequence_of
 from kvjax.cache.planning.layout import CacheLayout, Phase
 from kvjax.cache.state import Block, KVState, Layer
 from kvjax.cache.step.step import step_layer
-from kvjax.errors import ConfigError
 from kvjax.generation.program import program
+from kvjax.generation.prompt_store import Activations, Entry, Projected, PromptStore
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.decoder import SIDES, SKEW, attention_args
@@ -37,167 +25,9 @@ from kvjax.models.model import Model
 from kvjax.numerics.stack_slices import AXIS
 from kvjax.parallel import host_memory
 from kvjax.parallel.sharding import Params
-from kvjax.units import size
 
 Array = jax.Array
-LARGEST = 1 << 60  # bytes
 BY_LENGTH = ("dynamic", "longrope")  # scalings of RoPE that depend on the tokens to come
-Projected = tuple[Array, ...]  # queries [B, H, n, D], keys [B, K, n, D], values [B, K, n, D]
-
-
-class Activations(flax.struct.PyTreeNode):
-    """Activations of prompts that do not depend on the cache.
-
-    Attributes:
-      projected: queries, keys and values of each span: [B, heads, n, D] of one layer, [L, B, heads, n, D] of several.
-      spans: the layers of each span.
-      hidden: [B, n, E], the input of the output head.
-    """
-
-    projected: tuple[Projected, ...]
-    spans: LayerRuns = flax.struct.field(pytree_node=False)
-    hidden: Array
-
-    def of_layer(self, index: int) -> Projected:
-        """Returns queries, keys and values of a layer."""
-        for own, span in zip(self.projected, self.spans, strict=True):
-            if index in span.layers:
-                return own if len(span) == 1 else tuple(each[index - span.start] for each in own)
-        raise AssertionError(f"no layer {index}")
-
-    def of_run(self, run: LayerRun) -> Projected:
-        """Returns queries, keys and values of consecutive layers, [L, B, heads, n, D] each."""
-        for own, span in zip(self.projected, self.spans, strict=True):
-            if span == run:
-                return own
-        layers = [self.of_layer(index) for index in run.layers]
-        return tuple(jnp.stack(each) for each in zip(*layers, strict=True))
-
-
-@dataclasses.dataclass
-class _Entry:
-    """An entry of a store.
-
-    Attributes:
-      activations: of a batch of prompts.
-      weights: the parameters that they depend on. An entry holds them, so that their ids stay unique.
-      nbytes: the bytes of the activations and of one array of log-probabilities.
-      targets: a digest of the next tokens that were scored last; None if none were.
-      logprobs: [B, n] float32, the log-probabilities of these.
-    """
-
-    activations: Activations
-    weights: tuple[Array, ...]
-    nbytes: int
-    targets: str | None = None
-    logprobs: Array | None = None
-
-
-class PromptStore:
-    """Activations of prompts. The least recently used ones are dropped where there is no room for new ones.
-
-    Attributes:
-      max_bytes: the maximum number of bytes of all entries.
-      hits: the number of calls whose prompts were in the store.
-      misses: the number of calls whose prompts were computed.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.hits = self.misses = 0
-        # Threads of one caller compute a prompt once.
-        self.lock = threading.RLock()
-        self._entries: collections.OrderedDict[Hashable, _Entry] = collections.OrderedDict()
-
-    def __repr__(self) -> str:
-        return f"PromptStore({size(self.nbytes)} of {size(self.max_bytes)}, {self.hits} hits, {self.misses} misses)"
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of all entries."""
-        with self.lock:
-            return sum(entry.nbytes for entry in self._entries.values())
-
-    def find(self, key: Hashable) -> _Entry | None:
-        """Returns an entry, which becomes the most recently used one, or None."""
-        if (found := self._entries.get(key)) is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self._entries.move_to_end(key)
-        return found
-
-    def make_room(self, nbytes: int) -> None:
-        """Drops the least recently used entries until there is room for `nbytes` more."""
-        while self._entries and self.nbytes + nbytes > self.max_bytes:
-            self._entries.popitem(last=False)
-
-    def add(self, key: Hashable, entry: _Entry) -> None:
-        """Adds an entry, for which there is room."""
-        self._entries[key] = entry
-
-    def clear(self) -> None:
-        """Drops all entries."""
-        with self.lock:
-            self._entries.clear()
-
-
-_store: contextvars.ContextVar[PromptStore | None] = contextvars.ContextVar("store", default=None)
-
-
-@contextlib.contextmanager
-def reuse_prompts(max_bytes: int) -> Iterator[PromptStore]:
-    """Within this context, calls on equal prompts under different caches compute the prompts once.
-
-    `kvjax.log_likelihood`, `kvjax.generate` and `kvjax.score_choices` keep the queries, keys and values of a batch of
-    prompts. A later call with the same model, batch and padding runs only the cache: attention, statistics, eviction
-    and storage. Results may differ in rounding from those of a call outside of the context.
-
-    Prompts in blocks, and those of selections that act on prompts, are computed in each call, because the cache changes
-    them. So are those of models on meshes, in gradients, with parameters that are not JAX arrays, and with a RoPE
-    scaling that depends on the number of tokens to come (``dynamic``, ``longrope``). Threads that the caller starts
-    share prompts if they run in a copy of its context (`contextvars.copy_context`).
-
-    Args:
-      max_bytes: the maximum number of bytes of all activations that are kept. A batch needs (H + 2 K) D numbers for
-        each token and layer, and E for each token; one that needs more than `max_bytes` is computed in each call. The
-        parameters of the model are kept as well, which takes no memory as long as the caller has them.
-
-    Yields:
-      The store, which counts its hits and misses. It is empty after the context.
-
-    Raises:
-      ConfigError: `max_bytes` is not a positive number.
-
-    Example::
-
-      with kvjax.reuse_prompts(4 << 30):
-        for policy in (policies.full(), policies.h2o(0.2), policies.roco(0.2)):
-          scored = kvjax.log_likelihood(model, tokens, policy, prompt_length=512)
-    """
-    most = number_argument("max_bytes", max_bytes, minimum=1, maximum=LARGEST, error=ConfigError)
-    store = PromptStore(int(most))
-    token = _store.set(store)
-    try:
-        yield store
-    finally:
-        _store.reset(token)
-        store.clear()
-
-
-@contextlib.contextmanager
-def suspended() -> Iterator[None]:
-    """Within this context, which may be inside of `reuse_prompts`, prompts are computed: for measurements of time."""
-    token = _store.set(None)
-    try:
-        yield
-    finally:
-        _store.reset(token)
-
-
-def active() -> PromptStore | None:
-    """Returns the store of `reuse_prompts`, or None outside of it."""
-    return _store.get()
 
 
 def can_reuse(store: PromptStore, model: Model, layout: CacheLayout, rows: int, width: int) -> bool:
@@ -273,7 +103,7 @@ def record(
     """
     width = tokens.shape[1] - (1 if score else 0)
     inside = np.arange(width) < lengths[:, None]
-    # What follows a prompt in its row has no part in it.
+    # The tokens that follow a prompt in its row are not part of it.
     prompts = np.where(inside, tokens[:, :width], 0).astype(np.int32)
     key = _key(model, prompts, lengths, layout)
     with store.lock:
@@ -283,7 +113,7 @@ def record(
             store.make_room(needed)
             ids, rows = model.place((prompts, lengths))
             made = record_steps(model.params, ids, rows, config=model.config, layout=layout)
-            entry = _Entry(made, _weights(model), needed)
+            entry = Entry(made, _weights(model), needed)
             store.add(key, entry)
         if not score:
             return entry.activations, jnp.zeros((len(tokens), 0), jnp.float32)

@@ -81,8 +81,8 @@ def attention_args(config: DecoderConfig, kind: LayerKind, params: Params, guess
 
     Args:
       config: the decoder.
-      kind: what the layer has of its own.
-      params: of the attention, or those of them that are optional.
+      kind: the settings in which the layer may differ from others.
+      params: the parameters of the attention, of which only optional ones are used.
       guess: see `LayerArgs`.
     """
     return LayerArgs(

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+import kvjax
 from experiments import leaderboard
 from experiments.config import DataConfig, ModelConfig
 from experiments.leaderboards import cells, page
@@ -119,6 +120,18 @@ def test_page_of_rows():
 
 
 @pytest.mark.filterwarnings("ignore:budget 0.* leaves")
+def test_cells_share_the_work_of_prompts(tmp_path):
+    """In threads too, which measure several caches at once."""
+    alone = program.run(config(output=str(tmp_path / "alone")))
+    with kvjax.reuse_prompts(1 << 26) as store:
+        shared = program.run(config(output=str(tmp_path / "shared")))
+    assert store.misses == 1 and store.hits == 4, "the full cache and four cells"
+    for one, other in zip(shared, alone, strict=True):
+        for text, nats in one["nats"].items():
+            np.testing.assert_allclose(nats, other["nats"][text], rtol=1e-5)
+        assert (one["slots"], one["kv_bytes"]) == (other["slots"], other["kv_bytes"])
+
+
 def test_end_to_end_and_again(tmp_path, capsys):
     command = [
         "leaderboard", "--config=leaderboard_tiny", "--config.model.path=none", "--config.model.shape=tiny",

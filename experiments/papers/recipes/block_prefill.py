@@ -12,7 +12,7 @@ from experiments.papers.parts import Cached, Lab, Result
 from experiments.papers.recipes import caches
 from experiments.papers.settings import MAIN, Settings
 from kvjax.cache import Limits
-from kvjax.generation import prompt_reuse
+from kvjax.generation import prompt_store
 
 REPEATS = 2
 
@@ -42,7 +42,7 @@ class Prefill(Cached):
         tokens = lab.rows(self, self.text, self.rows, self.prompt)
         spec = caches.build(self.cache, self.budget, lab.settings, self.prompt)
         seconds = []
-        with prompt_reuse.suspended():
+        with prompt_store.suspended():
             for _ in range(self.repeats + 1):
                 start = time.perf_counter()
                 # Its tokens are on the host, so that it has ended.

@@ -121,7 +121,7 @@ def test_seed_and_sizes_name_the_results(entries, tmp_path):
     assert "would say CONFIRM" in page and "1 INCONCLUSIVE" in page
 
 
-def test_verdicts_of_another_model_stand_beside(entries, tmp_path):
+def test_the_page_has_the_verdicts_of_another_model(entries, tmp_path):
     runner.run(["h2o"], settings(), tmp_path / "small", progress=False)
     path = tmp_path / "small" / "h2o_fig1.json"
     other = json.loads(path.read_text()) | {"verdict": "CONTRADICT"}
