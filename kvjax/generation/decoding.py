@@ -113,8 +113,7 @@ def decode_steps(
     compiling.traced()
     stacked = stacked_runs(carry.state.layers)
     decoder = bind(config, params)
-    # Layers that run as loops record nothing.
-    runs = () if record else decoder.runs_now(carry.state, phase)
+    runs = decoder.runs_now(carry.state, phase)
     carry = carry._replace(state=arranged_state(carry.state, runs))
     decoder = decoder.looped(runs)
     rows = carry.token.shape[0]
@@ -130,9 +129,12 @@ def decode_steps(
         position = jnp.where(active, kv.length, -1)[:, None]
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
         # [B, 1, E]
-        x, kv, sown = decoder.step(jnp.maximum(carry.token, 0)[:, None], kv, block, phase)
-        if recorded is not None:
-            recorded = selection_record.add(recorded, i, sown, phase, active)
+        token = jnp.maximum(carry.token, 0)[:, None]
+        if recorded is None:
+            x, kv = decoder.hidden(token, kv, block, phase)
+        else:
+            x, kv, choices = decoder.step(token, kv, block, phase)
+            recorded = selection_record.add(recorded, i, choices, phase, active)
         # [B, V]
         logits = decoder.logits(x[:, 0])
         # [B]

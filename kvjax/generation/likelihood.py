@@ -250,8 +250,7 @@ def score_steps(
     compiling.traced()
     stacked = stacked_runs(state.layers)
     decoder = bind(config, params)
-    # Layers that run as loops record nothing.
-    runs = () if record else decoder.runs_now(state, phase)
+    runs = decoder.runs_now(state, phase)
     state = arranged_state(state, runs)
     decoder = decoder.looped(runs)
     rows, width = tokens.shape
@@ -268,9 +267,11 @@ def score_steps(
         position = jnp.where(active, at, -1)[:, None]
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
         # [B, 1, E]
-        x, kv, sown = decoder.step(token[:, None], kv, block, phase)
-        if recorded is not None:
-            recorded = selection_record.add(recorded, number, sown, phase, active)
+        if recorded is None:
+            x, kv = decoder.hidden(token[:, None], kv, block, phase)
+        else:
+            x, kv, choices = decoder.step(token[:, None], kv, block, phase)
+            recorded = selection_record.add(recorded, number, choices, phase, active)
         # [B]
         target = tokens[row, jnp.minimum(at + 1, width - 1)]
         logprob = logprobs_of(decoder, x, target[:, None])[:, 0]

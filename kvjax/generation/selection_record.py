@@ -1,5 +1,7 @@
 """Records: what selections chose and what was read, for each step, layer, row and KV head of a decoding loop."""
 
+import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import flax.struct
@@ -8,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.planning.layout import CacheLayout, Group, Phase
+from kvjax.models.decoder import Choice
 from kvjax.parallel import distributed
 from kvjax.parallel.host_memory import HOST
 from kvjax.summary import one_line
-from kvjax.typing import PyTree
 
 Array = jax.Array
 STEPS = 64  # steps of one call of a loop that records; a record is large
 NONE = -1  # no position; the count of a layer that reads everything, and of a row without a token
 FAR = jnp.iinfo(jnp.int32).max
+LOOPED = 4  # dimensions of the choices of layers that run as a loop, [L, B, K, S]
 
 
 class Steps(flax.struct.PyTreeNode):
@@ -115,30 +118,30 @@ def empty(phase: Phase, rows: int, kv_heads: int) -> Steps:
     )
 
 
-def add(steps: Steps, number: Array, sown: PyTree, phase: Phase, active: Array) -> Steps:
+def add(steps: Steps, number: Array, choices: Mapping[int, tuple[Choice, ...]], phase: Phase, active: Array) -> Steps:
     """Records a step.
 
     Args:
       steps: the record so far.
       number: int32 index of the step.
-      sown: the intermediates of `Decoder.hidden`.
+      choices: from `kvjax.models.bound.BoundDecoder.step`.
       phase: the groups of each layer.
       active: [B] bool, whether the row had a token.
     """
-    width = steps.positions.shape[-1]
-    layers = [
-        _layer(sown["intermediates"][f"attention_{index}"][0], groups, active, width)
-        for index, groups in enumerate(phase)
-    ]
+    width, spans = steps.positions.shape[-1], []
+    for index, own in sorted(choices.items()):
+        of_layer = functools.partial(_layer, groups=phase[index], active=active, width=width)
+        looped = own[0].position.ndim == LOOPED
+        spans.append(jax.vmap(of_layer)(own) if looped else jax.tree.map(lambda leaf: leaf[None], of_layer(own)))
     # [L, B, K, ...] each
-    made: Steps = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    made: Steps = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *spans)
     return jax.tree.map(lambda old, new: old.at[number].set(new), steps, made)
 
 
-def _layer(seen: tuple[PyTree, ...], groups: tuple[Group, ...], active: Array, width: int) -> Steps:
+def _layer(choices: tuple[Choice, ...], groups: tuple[Group, ...], active: Array, width: int) -> Steps:
     """The record of one layer, leaves [B, K, ...]."""
     parts = []
-    for each in seen:
+    for each in choices:
         mask = active[:, None]
         read = jnp.sum(each.position >= 0, axis=2, dtype=jnp.int32)
         live = jnp.sum(each.held >= 0, axis=2, dtype=jnp.int32)

@@ -11,7 +11,7 @@ from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.models import layer_loop
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import PROJECTED, RUNS, Decoder
+from kvjax.models.decoder import CHOICES, PROJECTED, RUNS, Choice, Decoder
 from kvjax.parallel.sharding import Params, PyTree
 
 Array = jax.Array
@@ -52,10 +52,17 @@ class BoundDecoder(NamedTuple):
         """Runs tokens [B, n] through all layers: hidden states [B, n, E] and the state."""
         return cast(tuple[Array, KVState], self._apply("hidden", tokens, state, block, phase))
 
-    def step(self, tokens: Array, state: KVState, block: Block, phase: Phase) -> tuple[Array, KVState, PyTree]:
-        """Does what `hidden` does; the third result is the intermediates of layers that do not run as loops."""
-        (x, state), sown = self._apply("hidden", tokens, state, block, phase, mutable="intermediates")
-        return x, state, sown
+    def step(
+        self, tokens: Array, state: KVState, block: Block, phase: Phase
+    ) -> tuple[Array, KVState, dict[int, tuple[Choice, ...]]]:
+        """Does what `hidden` does, and returns what was read.
+
+        Returns:
+          Hidden states and the state; and the slots that were read of the cache of each group of heads, by the index of
+          a layer. Those of layers that run as a loop are at the index of the first one, leaves [L, B, K, S].
+        """
+        (x, state), sown = self._apply("hidden", tokens, state, block, phase, mutable=CHOICES)
+        return x, state, {int(index): values for index, (values,) in sown[CHOICES].items()}
 
     def projected(self, tokens: Array, block: Block, phase: Phase) -> tuple[Array, dict[int, tuple[Array, ...]]]:
         """Runs whole prompts [B, n] through all layers.

@@ -30,6 +30,7 @@ from kvjax.models.layers import Embed, Linear, Mlp, Norm, PositionEmbed
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.sharding import Params
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -37,6 +38,7 @@ SKEW = "skew"  # optional parameter of an attention, [K, D, D]; see `kvjax.model
 SIDES = "sides"  # optional parameters of an attention, {"key": {part: [K, ...]}, "value": ...}; see `kvjax.calibrate`
 RUNS = "runs"  # optional collection of variables, index of a layer -> `kvjax.models.layer_loop.RunParams`
 PROJECTED = "projected"  # optional collection, index of a layer -> its queries, keys and values
+CHOICES = "choices"  # optional collection, index of a layer -> `Choice` of each group of heads
 SHIFT = "shift"  # optional parameters of an attention, added to {"key": [B, K, n, D], "value": ...}, for gradients
 
 
@@ -74,6 +76,31 @@ class LayerOutput(NamedTuple):
     entered: Array
     projected: tuple[Array, Array, Array]
     streams: Streams | None = None
+
+
+class Choice(NamedTuple):
+    """The slots that a step reads of the cache of a group of heads; see `AttentionOperands`.
+
+    Attributes:
+      position: [B, K, S] int32.
+      held: [B, K, S] int32.
+      choice: [B, K, S] bool, or None.
+    """
+
+    position: Array
+    held: Array
+    choice: Array | None
+
+
+def _choices(output: LayerOutput) -> tuple[Choice, ...]:
+    return tuple(Choice(each.position, each.held, each.choice) for each in output.seen if each is not None)
+
+
+#: What layers compute besides their output, by the name of its collection of variables.
+COLLECTED: dict[str, Callable[[LayerOutput], PyTree]] = {
+    PROJECTED: lambda output: output.projected,
+    CHOICES: _choices,
+}
 
 
 def attention_args(config: DecoderConfig, kind: LayerKind, params: Params, guess: Array | None = None) -> LayerArgs:
@@ -327,9 +354,9 @@ class Decoder(nn.Module):
             if (run := runs.get(index)) is not None:
                 stack = None if kv is None else cast(LayerStack, entries[len(after)])
                 run_layer, params = self._run_layer(index, phase), self.variables["params"]
-                keep = self.is_mutable_collection(PROJECTED)
-                looped = run_loop(run_layer, run, x, hint, stack, block, params, phase[index], keep_projected=keep)
-                self.sow(PROJECTED, str(index), looped.projected)
+                collect = self._collect if self._wanted() else None
+                looped = run_loop(run_layer, run, x, hint, stack, block, params, phase[index], collect)
+                self._sow(index, looped.collected)
                 after.append(looped.cache)
                 before, x, entered, index = x, looped.x, looped.entered, run.run.stop
                 continue
@@ -348,9 +375,7 @@ class Decoder(nn.Module):
             # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
             self.sow("intermediates", f"attention_{index}", output.seen)
             self.sow("intermediates", f"streams_{index}", output.streams)
-            # `init` makes every collection mutable.
-            if not self.is_initializing():
-                self.sow(PROJECTED, str(index), output.projected)
+            self._sow(index, self._collect(output))
             made = output.cache
             if kv is not None:
                 made = shared_layers.release(made, cast(LayerCache, entries[len(after)]), phase[index])
@@ -362,6 +387,20 @@ class Decoder(nn.Module):
         length = added if kv is None else kv.length + added
         layers = sequence_of(after) if kv is None else arranged(sequence_of(after), stacked)
         return self.leave(x), KVState(layers, length, prompt=block.prompt, total=block.total, budget=block.budget)
+
+    def _wanted(self) -> list[str]:
+        """Returns the collections that the caller wants of layers."""
+        # `init` makes every collection mutable.
+        return [] if self.is_initializing() else [name for name in COLLECTED if self.is_mutable_collection(name)]
+
+    def _collect(self, output: LayerOutput) -> dict[str, PyTree]:
+        """Returns what the caller wants of the output of a layer, by the name of its collection."""
+        return {name: COLLECTED[name](output) for name in self._wanted()}
+
+    def _sow(self, index: int, collected: dict[str, PyTree] | None) -> None:
+        """Stores the values of the layer of an index, or of the loop that begins there, in their collections."""
+        for name, values in (collected or {}).items():
+            self.sow(name, str(index), values)
 
     def _run_layer(self, index: int, phase: Phase) -> Callable[..., LayerOutput]:
         """Returns `run_layer` for the layer of an index."""

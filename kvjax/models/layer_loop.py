@@ -13,7 +13,7 @@ seconds to run. How long steps take there has not been measured, so that it is n
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import flax.struct
 import jax
@@ -31,6 +31,7 @@ from kvjax.parallel.sharding import Params
 from kvjax.products import IndexedMatrix, native, on_mesh, runs_native
 from kvjax.products.indexed import can_index
 from kvjax.products.quantized import is_quantized
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -162,8 +163,9 @@ class Output(Protocol):
     def cache(self) -> Layer: ...
     @property
     def entered(self) -> Array: ...
-    @property
-    def projected(self) -> tuple[Array, Array, Array]: ...
+
+
+T = TypeVar("T", bound=Output)
 
 
 class LoopOutput(NamedTuple):
@@ -173,17 +175,17 @@ class LoopOutput(NamedTuple):
       x: [B, n, hidden], after the last layer.
       entered: [B, n, hidden], the input of the last layer's attention.
       cache: of its layers.
-      projected: queries, keys and values of its layers, [L, B, heads, n, D] each; None if they are not kept.
+      collected: what `collect` returns of each layer, leaves [L, ...]; None without it.
     """
 
     x: Array
     entered: Array
     cache: LayerStack
-    projected: tuple[Array, ...] | None
+    collected: PyTree
 
 
 def run_loop(
-    run_layer: Callable[[Params, Array, Layer | None, Block, Array | None], Output],
+    run_layer: Callable[[Params, Array, Layer | None, Block, Array | None], T],
     own: RunParams,
     x: Array,
     hint: Array | None,
@@ -191,8 +193,7 @@ def run_loop(
     block: Block,
     params: Params,
     groups: tuple[Group, ...],
-    *,
-    keep_projected: bool = False,
+    collect: Callable[[T], PyTree] | None = None,
 ) -> LoopOutput:
     """Runs the layers of a run, one after the other.
 
@@ -205,7 +206,7 @@ def run_loop(
       block: the tokens, with the budgets of all layers of the model.
       params: of the model.
       groups: of heads, of each layer.
-      keep_projected: whether to return the queries, keys and values; only of whole prompts.
+      collect: the output of a layer -> a tree of arrays, which is returned of each layer; None for nothing.
     """
     run = own.run
     budgets = jax.tree.map(lambda *rows: jnp.stack(rows), *(block.budget[index] for index in run.layers))
@@ -216,36 +217,47 @@ def run_loop(
         tokens = block.replace(budget=budget, layer=run.start + index)
         return _of_layer(own, params[f"layer_{run.start}"], index), x, layer, tokens, hint
 
-    Carry = tuple[Array, Array, Layer, tuple[Array, ...]]
+    Carry = tuple[Array, Array, Layer, PyTree]
 
     def body(index: Array, carry: Carry) -> Carry:
-        x, entered, stacks, projected = carry
+        x, entered, stacks, collected = carry
         index = index.astype(jnp.int32)  # it is int64 where 64 bits are enabled
         slices = _slices(stacks, index)
         given = None if cache is None else _given(slices, groups)
         output = stack_slices.call(run_layer, *at(index, x, given, None if hint is None else entered))
         after = jax.tree.map(stack_slices.Slice.replaced, slices, output.cache, is_leaf=stack_slices.is_slice)
-        kept = [
-            jax.lax.dynamic_update_index_in_dim(stack, new, index, 0)
-            for stack, new in zip(projected, output.projected, strict=False)
-        ]
-        return output.x, output.entered, after, tuple(kept)
+        collected = jax.tree.map(
+            lambda stack, new: jax.lax.dynamic_update_index_in_dim(stack, new, index, 0),
+            collected, values_of(output),
+        )  # fmt: skip
+        return output.x, output.entered, after, collected
 
-    projected: tuple[Array, ...] = ()
-    if cache is None:
-        shapes = jax.eval_shape(lambda: run_layer(*at(jnp.int32(0), x, None, hint)))
-        # [B, L, ...] each
-        stacks = jax.tree.map(
-            lambda leaf: jnp.zeros((leaf.shape[0], len(run), *leaf.shape[1:]), leaf.dtype), shapes.cache
-        )
-        if keep_projected:
-            # [L, B, heads, n, D] each
-            projected = tuple(jnp.zeros((len(run), *leaf.shape), leaf.dtype) for leaf in shapes.projected)
-    else:
-        stacks = cache.layer
-    carry = (x, x if hint is None else hint, stacks, projected)
-    x, entered, stacks, projected = jax.lax.fori_loop(0, len(run), body, carry)
-    return LoopOutput(x, entered, LayerStack(stacks, len(run)), projected or None)
+    def values_of(output: T) -> PyTree:
+        return None if collect is None else _arrays(collect(output))
+
+    def first() -> tuple[Layer, PyTree]:
+        given = None if cache is None else cache.layer_at(0)
+        output = run_layer(*at(jnp.int32(0), x, given, hint))
+        return output.cache, values_of(output)
+
+    stacks, collected = None if cache is None else cache.layer, None
+    if stacks is None or collect is not None:
+        layer, values = jax.eval_shape(first)
+        # [L, ...] each
+        collected = jax.tree.map(lambda leaf: jnp.zeros((len(run), *leaf.shape), leaf.dtype), values)
+        if stacks is None:
+            # [B, L, ...] each
+            stacks = jax.tree.map(lambda leaf: jnp.zeros((leaf.shape[0], len(run), *leaf.shape[1:]), leaf.dtype), layer)
+    carry = (x, x if hint is None else hint, stacks, collected)
+    x, entered, stacks, collected = jax.lax.fori_loop(0, len(run), body, carry)
+    return LoopOutput(x, entered, LayerStack(stacks, len(run)), collected)
+
+
+def _arrays(tree: PyTree) -> PyTree:
+    """Returns a tree with arrays in place of slices."""
+    return jax.tree.map(
+        lambda leaf: leaf.array if stack_slices.is_slice(leaf) else leaf, tree, is_leaf=stack_slices.is_slice
+    )
 
 
 def _slices(stacks: Layer, index: Array) -> Layer:
@@ -259,7 +271,7 @@ def _given(slices: Layer, groups: tuple[Group, ...]) -> Layer:
 
     def of_group(own: LayerKV, group: Group) -> LayerKV:
         by_slot = {"stores": own.stores} | ({} if group.evicts else {"position": own.position})
-        read: LayerKV = jax.tree.map(lambda each: each.array, own, is_leaf=stack_slices.is_slice)
+        read: LayerKV = _arrays(own)
         return read.replace(**by_slot)
 
     return Layer(map(of_group, slices, groups))

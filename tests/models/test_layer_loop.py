@@ -122,16 +122,20 @@ def test_scores_and_choices():
     assert choices == others
 
 
-def test_layers_that_record_are_unrolled():
+@pytest.mark.parametrize("name", ["h2o", "int4", "quest", "infinigen", "layers differ"])
+def test_records_are_those_of_unrolled_layers(name):
     model = tiny(layers=LAYERS).model
 
     def run():
-        return kvjax.generate(model, TOKENS, SPECS["quest"], max_new_tokens=6, record=True)
+        made = kvjax.generate(model, TOKENS, SPECS[name], max_new_tokens=6, lengths=LENGTHS, record=True)
+        scored = kvjax.log_likelihood(model, TOKENS, SPECS[name], prompt_length=12, lengths=LENGTHS, record=True)
+        return made, scored
 
-    looped, other = run(), unrolled(run)
-    assert_equal(looped, other)
-    np.testing.assert_array_equal(looped.record.positions, other.record.positions)
-    assert stacked_runs(looped.state.layers) == (LayerRun(0, LAYERS),)
+    (made, scored), (expected, other) = run(), unrolled(run)
+    assert_equal(made, expected)
+    for record, one in ((made.record, expected.record), (scored.record, other.record)):
+        for field in record._fields:
+            np.testing.assert_array_equal(getattr(record, field), getattr(one, field), field)
 
 
 def test_a_state_in_stacks_is_saved_and_restored(tmp_path):
