@@ -79,9 +79,9 @@ def experiments(config: LeaderboardConfig, cell: Cell) -> Iterator[tuple[JsonObj
         made = ExperimentConfig(
             name=config.name, model=config.model, policy=PolicyConfig(name=policy, budget=cell.budget or WHOLE),
             baselines=(FULL,), data=dataclasses.replace(config.data, text=text),
-            tasks=config.tasks if number == 0 else TasksConfig(), implementation=config.implementation, repeats=0,
-            seed=config.seed, output=config.output, storage=axes.get("storage", configs.DENSE),
-            selection=axes.get("selection", configs.EVERYTHING),
+            tasks=config.tasks if number == 0 else TasksConfig(), implementation=config.implementation,
+            repeats=config.repeats if number == 0 else 0, seed=config.seed, output=config.output,
+            storage=axes.get("storage", configs.DENSE), selection=axes.get("selection", configs.EVERYTHING),
         )  # fmt: skip
         yield {"cache": cell.cache, "budget": cell.budget, "text": text}, made
 
@@ -126,7 +126,10 @@ def row(cell: Cell, found: Sequence[Mapping], given: Sequence[str]) -> JsonObjec
     own, whole = _rows(found[0])
     return made | {
         "status": "ok", "slots": own["slots"], "kv_bytes": own["kv_bytes"], "full_kv_bytes": own["full_kv_bytes"],
-        "agreement": own["agreement"], "seconds": sum(result["seconds"] for result in found),
+        "footprint": own.get("footprint"), "read": own.get("read"),
+        "decode_tokens_per_second": own["decode_tokens_per_second"],
+        "full_decode_tokens_per_second": whole["decode_tokens_per_second"], "agreement": own["agreement"],
+        "seconds": sum(result["seconds"] for result in found),
         "nats": nats, "full_nats": full, "tasks": tasks,
         "machine": {name: found[0]["environment"][name] for name in MACHINE},
     }  # fmt: skip

@@ -23,6 +23,7 @@ class LeaderboardConfig:
     data: the sizes of a text.
     tasks: what is asked.
     implementation: as in `experiments.config.ExperimentConfig`.
+    repeats: how often the steps of the first text are timed, beside the full cache's in the same process; 0 = never.
     seed: likewise.
     output: the folder of results.
     """
@@ -36,5 +37,6 @@ class LeaderboardConfig:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     tasks: TasksConfig = dataclasses.field(default_factory=TasksConfig)
     implementation: Kernels = "auto"
+    repeats: Whole = 0
     seed: Whole = 0
     output: Text = "results"

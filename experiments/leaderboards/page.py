@@ -19,6 +19,7 @@ MAX_PERCENT = 1e5  # that is written out
 MAX_NATS = 700.0  # whose exponential is a float64
 MIN_VALUES = 8  # rows or questions of which the bootstrap says something
 LOSS, HELD, RANK = "perplexity", "held", "mean rank"
+FOOTPRINT, READ, TIME = "footprint", "read", "time of a step"
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000)  # of the axes
 
 ABOUT = """\
@@ -28,6 +29,12 @@ are means over their questions, of 100. In parentheses are 95 % intervals, by th
 there are at least {least}: this page alone cannot tell caches whose intervals overlap from each other. *Held* is the
 share of the bytes of a full cache in {dtype}. *Mean rank* is over perplexity and tasks, among the caches of the same
 table, whatever they hold; 1 is the best."""
+#: Columns that older files lack, or that are measured if they are asked for.
+ABOUT_MORE = {
+    FOOTPRINT: "*Footprint* is the slots that are held after the prompt, summed over steps, of the full cache's.",
+    READ: "*Read* is the share of the slots held that a step reads at most.",
+    TIME: "*Time of a step* is that over the full cache's, in the same process.",
+}
 
 
 def sizes(config: LeaderboardConfig) -> JsonObject:
@@ -104,6 +111,7 @@ def cells_of(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]
     found = {
         "cache": f"`{row['cache']}`",
         HELD: f"{100 * _held(row):.0f} %",
+        **_optional(row),
         LOSS: f"{_shown(_percent(loss.mean()))} %",
     }
     if loss.size >= MIN_VALUES:
@@ -113,6 +121,16 @@ def cells_of(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]
         found[names[task]] = f"{np.mean(each['scores']):.0f}"
         if len(each["scores"]) >= MIN_VALUES:
             found[names[task]] += f" ({low:.0f} to {high:.0f})"
+    return found
+
+
+def _optional(row: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the columns of `ABOUT_MORE` that a row has."""
+    found = {
+        name: f"{100 * row[key]:.0f} %" for name, key in ((FOOTPRINT, "footprint"), (READ, "read")) if row.get(key)
+    }
+    if rate := row.get("decode_tokens_per_second"):
+        found[TIME] = f"{row['full_decode_tokens_per_second'] / rate:.2f}"
     return found
 
 
@@ -131,7 +149,9 @@ def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
     )
     texts = ", ".join(size["texts"]) or "a generated text"
     about = ABOUT.format(**(size | {"texts": texts}), machines=" and ".join(machines), least=MIN_VALUES)
-    sections = ["# Leaderboard", "", about, "", f"`{found['command']}`", ""]
+    optional = {name for row in done for name in _optional(row)}
+    more = [line for name, line in ABOUT_MORE.items() if name in optional]
+    sections = ["# Leaderboard", "", "\n".join([about, *more]), "", f"`{found['command']}`", ""]
     full = {"cache": "`full`"} | {
         names[task]: f"{np.mean(each['full']):.0f}" for task, each in done[0]["tasks"].items()
     }

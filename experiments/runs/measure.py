@@ -23,6 +23,7 @@ from kvjax.generation import prompt_store
 from kvjax.generation.generate import decode
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.prefill import prefill
+from kvjax.generation.selection_record import widths
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, sharding
@@ -50,6 +51,8 @@ class Measurement:
         None without repetitions.
       kv_bytes: of keys and values held while decoding, and of what a selection keeps to find them.
       full_kv_bytes: what the full cache would hold.
+      footprint: slots that are held from the prompt's end to the last step, summed over steps, over the full cache's.
+      read: share of the slots that are held that a step reads at most; below 1 for selections.
       kv_parts: what is held by kind; see `kvjax.storage.breakdown`, and ``calibration``, which all rows share.
       explain: which kernels ran, and why no faster one did; see `kvjax.cache.CacheLayout.explain`.
       recall: recall task -> share of its prompts answered exactly.
@@ -69,6 +72,8 @@ class Measurement:
     compile_seconds: float | None
     kv_bytes: int
     full_kv_bytes: int
+    footprint: float
+    read: float
     explain: str
     kv_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     recall: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -135,6 +140,8 @@ class Measurement:
             "compile_seconds": self.compile_seconds,
             "kv_bytes": self.kv_bytes,
             "full_kv_bytes": self.full_kv_bytes,
+            "footprint": self.footprint,
+            "read": self.read,
             "kv_parts": dict(self.kv_parts),
             "recall": dict(self.recall),
             "tasks": self.scores(full),
@@ -196,6 +203,8 @@ def measure(
             )  # fmt: skip
         jax.block_until_ready(prefilled.state)
         prefill_times.append(time.perf_counter() - start)
+        if turn == 0:
+            first = _live(prefilled.state)
         if turn == 0 and tokens.shape[1] > prompt_length:
             logprobs = score_continuation(model, prefilled, tokens[:, prompt_length:], progress=progress)
         middle = time.perf_counter()
@@ -227,6 +236,8 @@ def measure(
         compile_seconds=_longer(prefill_times) + _longer(decode_times) if repeats else None,
         kv_bytes=layout.bytes(rows) + layout.index_bytes(rows),
         full_kv_bytes=full_cache_bytes(model.config, rows, prompt_length + steps, itemsize),
+        footprint=_footprint(first, live, prompt_length, steps),
+        read=_read(layout),
         explain=prefilled.layout.explain(),
         kv_parts=_parts(held, rows) | {"calibration": prefilled.layout.calibration_bytes()},
         recall=exact_matches(
@@ -287,6 +298,33 @@ def _fits(recall: Mapping[str, Sequence[Prompt]], limits: Limits) -> bool:
         prompt.tokens.size == limits.prompt and prompt.answer.size + SPARE_TOKENS <= limits.new_tokens
         for prompt in asked
     )
+
+
+def _footprint(first: np.ndarray, last: np.ndarray, prompt: int, steps: int) -> float:
+    """Returns the slots that are held, summed over steps, over those of the full cache.
+
+    Args:
+      first: of each KV head of every row and layer, at the end of the prompt.
+      last: after the last step.
+      prompt: tokens of the prompt.
+      steps: the number of steps, each of which adds a slot until the budget is reached.
+    """
+    # [steps + 1]
+    step = np.arange(steps + 1)
+    # [heads, steps + 1]
+    held = np.minimum(first[:, None] + step, np.maximum(first, last)[:, None])
+    return float(held.mean(axis=0).sum() / (prompt + step).sum())
+
+
+def _read(layout: CacheLayout) -> float:
+    """Returns the share of the slots of a layout that a step reads at most."""
+    width = widths(layout.decode, layout.kv_heads)
+    capacity = np.zeros_like(width)
+    for layer, groups in enumerate(layout.decode):
+        for group in groups:
+            capacity[layer, slice(None) if group.heads is None else list(group.heads)] = group.capacity
+    # The new token is read besides.
+    return float(np.where(width < 0, capacity, np.minimum(width + 1, capacity)).sum() / capacity.sum())
 
 
 def _live(state: KVState) -> np.ndarray:

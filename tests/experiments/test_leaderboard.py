@@ -116,6 +116,11 @@ def test_page_of_rows():
     assert "Not measured: `broken` at 0.1: a score is not a number" in text
     assert "## Without a budget" in text
     assert files["leaderboard.png"].startswith(b"\x89PNG")
+    assert not any(name in text for name in (page.FOOTPRINT, page.READ, page.TIME)), "rows of older files lack them"
+    newer = {"footprint": 0.31, "read": 0.125, "decode_tokens_per_second": 50.0, "full_decode_tokens_per_second": 40.0}
+    text = page.files({"rows": [rows[0] | newer, rows[1]], "sizes": sizes, "command": "x"})[page.PAGE]
+    assert "31 %" in text and "12 %" in text and "0.80" in text
+    assert "*Footprint*" in text and "*Time of a step*" in text
     assert "No cell" in page.files({"rows": rows[3:4], "sizes": sizes, "command": "x"})[page.PAGE]
 
 

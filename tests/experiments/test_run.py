@@ -46,7 +46,7 @@ def measured_as(policy: str, budget: int | None) -> Measurement:
     return Measurement(
         policy=policy, budget=budget, slots=8, least_slots=8, keeps_all=budget is None, logprobs=None,
         tokens=np.zeros((1, 2), np.int32), prefill_rate=1.0, decode_rate=1.0, compile_seconds=0.0, kv_bytes=8,
-        full_kv_bytes=8, explain="line",
+        full_kv_bytes=8, footprint=1.0, read=1.0, explain="line",
     )  # fmt: skip
 
 
