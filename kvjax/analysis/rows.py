@@ -1,6 +1,6 @@
 """The attention rows of a step, as its attention saw them.
 
-A step of the decoder returns the operands of its attention (`kvjax.cache.step.interface.AttentionOperands`): rotated
+A step of the decoder collects the operands of its attention (`kvjax.cache.step.interface.AttentionOperands`): rotated
 queries and keys, and the positions of the slots that were read. The rows are computed again from these, whatever the
 policy, the storage and the selection.
 """
@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import attention
+from kvjax.cache.layer_stack import LayerRuns
 from kvjax.cache.planning.layout import Group, Phase
 from kvjax.cache.slots import write
 from kvjax.cache.state import EMPTY, Block, KVState
 from kvjax.cache.step.interface import AttentionOperands
 from kvjax.kernels import softmax
+from kvjax.models.bound import BoundDecoder
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import Decoder, Streams
+from kvjax.models.decoder import Streams
 from kvjax.typing import PyTree
 
 Array = jax.Array
@@ -51,24 +53,80 @@ class Rows(NamedTuple):
     before: Streams | None = None
 
 
-def look(
-    params: PyTree, config: DecoderConfig, ids: Array, kv: KVState, block: Block, phase: Phase, width: int
-) -> tuple[KVState, list[Rows]]:
-    """One step of the decoder: the state afterwards, and the rows of each layer over `width` positions."""
-    decoder = Decoder(config, params["embed"]["tokens"].dtype)
-    (_, after), sown = decoder.apply(
-        {"params": params}, ids, kv, block, phase, method="hidden", mutable="intermediates"
-    )  # fmt: skip
-    rows: list[Rows] = []
-    before: Streams | None = None
-    for index, groups in enumerate(phase):
-        (seen,) = sown["intermediates"][f"attention_{index}"]
-        (streams,) = sown["intermediates"][f"streams_{index}"]
-        whole = _whole_layer(seen, groups, width)
-        made = _rows(whole, block.position, config, index)
-        rows.append(made._replace(selects=_selects(seen, groups), streams=streams, before=before))
-        before = streams
-    return after, rows
+class Span(NamedTuple):
+    """Consecutive layers that are alike, in a step of one run.
+
+    Attributes:
+      start: the first layer.
+      groups: the groups of heads of each layer.
+      seen: of each group, the operands of attention, leaves [L, ...].
+      streams: inputs and outputs of the layers, leaves [L, ...].
+      before: those of the layer before each, or None for the first layer of the model.
+    """
+
+    start: int
+    groups: tuple[Group, ...]
+    seen: tuple[AttentionOperands, ...]
+    streams: Streams
+    before: Streams | None
+
+    @property
+    def arrays(self) -> PyTree:
+        """What differs between the layers, leaves [L, ...]."""
+        return self.seen, self.streams, self.before
+
+    def rows(self, arrays: PyTree, position: Array, config: DecoderConfig, width: int) -> Rows:
+        """Returns the rows of one layer.
+
+        Args:
+          arrays: of the layer, as in `arrays`, leaves [...].
+          position: [B, n] int32 of the queries, -1 = padding.
+          config: the decoder.
+          width: the number of positions of the text.
+        """
+        seen, streams, before = arrays
+        made = _rows(_whole_layer(seen, self.groups, width), position, config, self.start)
+        return made._replace(selects=_selects(seen, self.groups), streams=streams, before=before)
+
+
+def bounds(layers: int, runs: LayerRuns) -> list[tuple[int, int]]:
+    """Returns the first layer of each `Span`, and the one after its last; the first layer of all is alone."""
+    inside = {index for run in runs for index in run.layers[1:]} - {1}
+    starts = [index for index in range(layers) if index not in inside]
+    return list(zip(starts, [*starts[1:], layers], strict=True))
+
+
+def look(decoder: BoundDecoder, ids: Array, kv: KVState, block: Block, phase: Phase) -> tuple[KVState, list[Span]]:
+    """Does one step of the decoder.
+
+    Args:
+      decoder: whose state is `kv`.
+      ids: [B, n] int32.
+      kv: the cache.
+      block: positions and budgets.
+      phase: the groups of each layer.
+
+    Returns:
+      The state afterwards, and what each layer saw.
+    """
+    after, found = decoder.seen(ids, kv, block, phase)
+    looped = {run.start for run in decoder.runs}
+    # [L, ...], of all layers that come with an index
+    stacks = {i: own if i in looped else jax.tree.map(lambda leaf: leaf[None], own) for i, own in found.items()}
+    spans: list[Span] = []
+    for start, stop in bounds(len(phase), decoder.runs):
+        first = max(i for i in stacks if i <= start)
+        seen, streams = (_part(own, start - first, stop - first) for own in stacks[first])
+        before = None
+        if start > 0:
+            last = jax.tree.map(lambda leaf: leaf[-1:], spans[-1].streams)
+            before = jax.tree.map(lambda one, own: jnp.concatenate([one, own[:-1]]), last, streams)
+        spans.append(Span(start, phase[start], seen, streams, before))
+    return after, spans
+
+
+def _part(tree: PyTree, start: int, stop: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[start:stop], tree)
 
 
 def in_text_order(leaf: Array, position: Array, width: int, fill: int = 0) -> Array:

@@ -4,7 +4,8 @@ The rows of one tile of queries exist at a time: `over_tiles` goes through texts
 decodes texts under several caches side by side.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.analysis.rows import look
+from kvjax.analysis.rows import Span, bounds, look
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.planning.layout import Group
+from kvjax.cache.layer_stack import arranged, arranged_state, common_runs, stacked_runs
+from kvjax.cache.planning.layout import Group, keep_everything
 from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.cache.spec import CacheSpec, as_spec, on_device
 from kvjax.cache.state import Block, KVState
@@ -24,12 +26,16 @@ from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.generation.program import program
 from kvjax.inputs import check_batch, check_prompt
 from kvjax.kernels.prefill.xla import tile_rows
+from kvjax.models.bound import BoundDecoder, bind
 from kvjax.models.calibrate import calibrated
+from kvjax.models.config import DecoderConfig
+from kvjax.models.layer_loop import possible_runs
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
 from kvjax.typing import PyTree
 
+Array = jax.Array
 # (the layer's carry, the layer's rows in each run, *arguments) -> (the carry, a result for each query)
 Step = Callable[..., tuple[Any, Any]]
 ANALYSIS = "kvjax.analysis"  # for messages
@@ -77,17 +83,19 @@ def over_tiles(
     ids = _padded(batch.tokens)
     rows, width = ids.shape
     shape = (rows, config.num_kv_heads, config.num_heads // config.num_kv_heads, width)
+    alike = keep_everything(config.num_layers)
     with model.on_mesh():
         carried, queries = scan_tiles(
             model.params, *model.place((ids, batch.lengths)), (start(*shape),) * config.num_layers, args,
             config=config, step=step, tile=tile_rows(rows * config.num_heads * width, width),
+            runs=possible_runs(config, model.params, alike, alike),
         )  # fmt: skip
     size = batch.tokens.shape[1]
     return Reduced(_by_head(carried, size), _by_head(queries, size), batch.lengths, np.zeros_like(batch.lengths))
 
 
-@program(static_argnames=("config", "step", "tile"))
-def scan_tiles(params, tokens, lengths, carried, args, *, config, step, tile):
+@program(static_argnames=("config", "step", "tile", "runs"))
+def scan_tiles(params, tokens, lengths, carried, args, *, config, step, tile, runs):
     """`over_tiles` for tokens [B, T] and one carry per layer.
 
     Returns:
@@ -97,7 +105,9 @@ def scan_tiles(params, tokens, lengths, carried, args, *, config, step, tile):
     count = -(-width // tile)
     phase = tuple((Group(slots=(count * tile,)),) for _ in range(config.num_layers))
     budget = ((None,),) * config.num_layers
-    layers = empty_layers(phase, rows, config.num_kv_heads, config.head_dim, params["embed"]["tokens"].dtype)
+    decoder = bind(config, params).looped(runs)
+    empty = empty_layers(phase, rows, config.num_kv_heads, config.head_dim, decoder.dtype)
+    layers = arranged(empty, decoder.runs)
     kv = KVState(layers, jnp.zeros((rows,), jnp.int32), prompt=lengths, total=lengths, budget=budget)
     # [tiles, B, tile]
     ids = jnp.pad(tokens, ((0, 0), (0, count * tile - width))).reshape(rows, count, tile).swapaxes(0, 1)
@@ -109,18 +119,19 @@ def scan_tiles(params, tokens, lengths, carried, args, *, config, step, tile):
         # [B, tile]
         position = jnp.where(position < lengths[:, None], position, -1)
         block = Block(position=position, prompt=lengths, total=lengths, budget=budget)
-        kv, attention = look(params, config, ids, kv, block, phase, width)
-        carried, results = _reduce(step, carried, [(rows,) for rows in attention], args)
+        kv, spans = look(decoder, ids, kv, block, phase)
+        carried, results = _reduce(step, carried, [(position, spans)], args, config, width)
         return (kv, carried), results
 
-    (_, carried), results = jax.lax.scan(body, (kv, carried), (jnp.arange(count, dtype=jnp.int32) * tile, ids))
+    stacks = _stacked(carried, decoder)
+    (_, stacks), results = jax.lax.scan(body, (kv, stacks), (jnp.arange(count, dtype=jnp.int32) * tile, ids))
 
     def join(leaf):
         # [tiles, ..., tile] -> [..., T]
         leaf = jnp.moveaxis(leaf, 0, -2)
         return leaf.reshape(*leaf.shape[:-2], count * tile)[..., :width]
 
-    return carried, jax.tree.map(join, results)
+    return _by_layer(stacks, decoder), jax.tree.map(join, _by_layer(results, decoder, axis=1))
 
 
 def over_steps(
@@ -172,8 +183,7 @@ def over_steps(
         # XLA's ops, step by step: a kernel that does a whole step reports no rows.
         options = CacheOptions(implementation="xla")
         prepared = [
-            prepare(model, spec, prompt, batch.lengths, width=int(prompt.max()), options=options, loops=False)
-            for spec in specs
+            prepare(model, spec, prompt, batch.lengths, width=int(prompt.max()), options=options) for spec in specs
         ]
         states = tuple(
             run_prompts(model, batch.tokens, prompt, batch.lengths, each, score=False)[2] for each in prepared
@@ -215,6 +225,11 @@ def scan_steps(params, states, carried, tokens, lengths, args, *, config, phases
       The states, the carries, and the result for each query, leaves [STEPS, ..., 1].
     """
     row, width = jnp.arange(tokens.shape[0]), tokens.shape[1]
+    decoder = bind(config, params)
+    stacked = [stacked_runs(kv.layers) for kv in states]
+    now = [decoder.runs_now(kv, phase) for kv, phase in zip(states, phases, strict=True)]
+    decoder = decoder.looped(common_runs(now, config.num_layers))
+    states = tuple(arranged_state(kv, decoder.runs) for kv in states)
 
     def body(carry, _):
         states, carried = carry
@@ -223,20 +238,76 @@ def scan_steps(params, states, carried, tokens, lengths, args, *, config, phases
         position = jnp.where(at < lengths, at, -1)[:, None]
         ids = tokens[row, jnp.minimum(at, width - 1)][:, None]
         looks = [
-            look(params, config, ids, kv, Block(position, kv.prompt, kv.total, kv.budget), phase, width)
+            look(decoder, ids, kv, Block(position, kv.prompt, kv.total, kv.budget), phase)
             for kv, phase in zip(states, phases, strict=True)
         ]
-        carried, results = _reduce(step, carried, list(zip(*(rows for _, rows in looks), strict=True)), args)
+        carried, results = _reduce(step, carried, [(position, spans) for _, spans in looks], args, config, width)
         return (tuple(kv for kv, _ in looks), carried), results
 
-    (states, carried), results = jax.lax.scan(body, (states, carried), length=STEPS)
-    return states, carried, results
+    (states, stacks), results = jax.lax.scan(body, (states, _stacked(carried, decoder)), length=STEPS)
+    states = tuple(arranged_state(kv, runs) for kv, runs in zip(states, stacked, strict=True))
+    return states, _by_layer(stacks, decoder), _by_layer(results, decoder, axis=1)
 
 
-def _reduce(step: Step, carried: PyTree, layers: PyTree, args: PyTree) -> tuple[PyTree, PyTree]:
-    """Calls `step` for each layer, with its carry and its rows in each run; returns the carries and the results."""
-    pairs = [step(carry, rows, *args) for carry, rows in zip(carried, layers, strict=True)]
-    return tuple(carry for carry, _ in pairs), tuple(result for _, result in pairs)
+def _reduce(
+    step: Step,
+    carried: tuple[PyTree, ...],
+    runs: Sequence[tuple[Array, list[Span]]],
+    args: tuple[Any, ...],
+    config: DecoderConfig,
+    width: int,
+) -> tuple[tuple[PyTree, ...], tuple[PyTree, ...]]:
+    """Calls `step` for each layer, with its carry and its rows in each run.
+
+    Args:
+      step: see `over_tiles`.
+      carried: of each span of layers, leaves [L, ...].
+      runs: positions of the queries and what layers saw, of each run; all have the same spans.
+      args: of `step`.
+      config: the decoder.
+      width: the number of positions of the text.
+
+    Returns:
+      The carries and the results of each span, leaves [L, ...].
+    """
+
+    def of_layer(own: tuple[Span, ...], values: PyTree) -> tuple[PyTree, PyTree]:
+        carry, arrays = values
+        each = zip(own, runs, arrays, strict=True)
+        return step(carry, tuple(span.rows(x, position, config, width) for span, (position, _), x in each), *args)
+
+    made = []
+    for carry, own in zip(carried, zip(*(spans for _, spans in runs), strict=True), strict=True):
+        values = (carry, tuple(span.arrays for span in own))
+        if jax.tree.leaves(values)[0].shape[0] > 1:
+            made.append(jax.lax.map(functools.partial(of_layer, own), values))
+        else:
+            single = of_layer(own, jax.tree.map(lambda leaf: leaf[0], values))
+            made.append(jax.tree.map(lambda leaf: leaf[None], single))
+    return tuple(carry for carry, _ in made), tuple(result for _, result in made)
+
+
+def _stacked(carried: tuple[PyTree, ...], decoder: BoundDecoder) -> tuple[PyTree, ...]:
+    """Returns the carries of layers by span, leaves [L, ...]."""
+    return tuple(
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *carried[start:stop])
+        for start, stop in bounds(len(carried), decoder.runs)
+    )
+
+
+def _by_layer(stacks: tuple[PyTree, ...], decoder: BoundDecoder, axis: int = 0) -> tuple[PyTree, ...]:
+    """Inverts `_stacked`: one tree for each layer.
+
+    Args:
+      stacks: of each span.
+      decoder: whose spans they are.
+      axis: of the layers.
+    """
+    return tuple(
+        jax.tree.map(lambda leaf, i=i: jax.lax.index_in_dim(leaf, i, axis, keepdims=False), stack)
+        for stack, (start, stop) in zip(stacks, bounds(decoder.config.num_layers, decoder.runs), strict=True)
+        for i in range(stop - start)
+    )
 
 
 def _padded(tokens: np.ndarray) -> np.ndarray:

@@ -168,6 +168,20 @@ def stacked_runs(layers: Sequence[Layer]) -> LayerRuns:
     return tuple(found)
 
 
+def common_runs(each: Sequence[LayerRuns], layers: int) -> LayerRuns:
+    """Returns the largest runs of layers that lie within one run of every state.
+
+    Args:
+      each: the runs of each state.
+      layers: the number of layers.
+    """
+    # By layer, the run of each state that it is in.
+    within = [tuple(next((run for run in runs if i in run.layers), None) for runs in each) for i in range(layers)]
+    starts = [i for i in range(layers) if i == 0 or within[i] != within[i - 1]]
+    bounds = zip(starts, [*starts[1:], layers], strict=True)
+    return tuple(LayerRun(start, stop) for start, stop in bounds if stop - start > 1 and None not in within[start])
+
+
 def arranged(layers: Sequence[Layer], runs: LayerRuns) -> Sequence[Layer]:
     """Returns layers with those of some runs, and no others, in stacks."""
     if stacked_runs(layers) == runs:

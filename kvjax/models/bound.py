@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from kvjax.cache.layer_stack import LayerRuns, stacked_runs
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
+from kvjax.cache.step.interface import AttentionOperands
 from kvjax.models import layer_loop
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import CHOICES, PROJECTED, RUNS, Choice, Decoder
+from kvjax.models.decoder import CHOICES, PROJECTED, RUNS, SEEN, Choice, Decoder, Streams
 from kvjax.parallel.sharding import Params, PyTree
 
 Array = jax.Array
@@ -35,6 +36,11 @@ class BoundDecoder(NamedTuple):
     def dtype(self) -> jnp.dtype:
         """The dtype of parameters and cache."""
         return jnp.dtype(self.params["embed"]["tokens"].dtype)
+
+    @property
+    def runs(self) -> LayerRuns:
+        """The layers that run as loops."""
+        return tuple(own.run for own in self.run_params)
 
     def looped(self, runs: LayerRuns) -> "BoundDecoder":
         """Returns the decoder that runs some layers as loops, whose caches are in stacks.
@@ -63,6 +69,18 @@ class BoundDecoder(NamedTuple):
         """
         (x, state), sown = self._apply("hidden", tokens, state, block, phase, mutable=CHOICES)
         return x, state, {int(index): values for index, (values,) in sown[CHOICES].items()}
+
+    def seen(
+        self, tokens: Array, state: KVState, block: Block, phase: Phase
+    ) -> tuple[KVState, dict[int, tuple[tuple[AttentionOperands, ...], Streams]]]:
+        """Does what `hidden` does, for `kvjax.analysis`.
+
+        Returns:
+          The state; and the operands of attention of each group of heads, and inputs and outputs, by the index of a
+          layer. Those of layers that run as loops are at the index of the first one, leaves [L, ...].
+        """
+        (_, state), sown = self._apply("hidden", tokens, state, block, phase, mutable=SEEN)
+        return state, {int(index): values for index, (values,) in sown[SEEN].items()}
 
     def projected(self, tokens: Array, block: Block, phase: Phase) -> tuple[Array, dict[int, tuple[Array, ...]]]:
         """Runs whole prompts [B, n] through all layers.

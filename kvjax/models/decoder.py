@@ -39,6 +39,7 @@ SIDES = "sides"  # optional parameters of an attention, {"key": {part: [K, ...]}
 RUNS = "runs"  # optional collection of variables, index of a layer -> `kvjax.models.layer_loop.RunParams`
 PROJECTED = "projected"  # optional collection, index of a layer -> its queries, keys and values
 CHOICES = "choices"  # optional collection, index of a layer -> `Choice` of each group of heads
+SEEN = "seen"  # optional collection, index of a layer -> the operands of attention by group of heads, and `Streams`
 SHIFT = "shift"  # optional parameters of an attention, added to {"key": [B, K, n, D], "value": ...}, for gradients
 
 
@@ -100,6 +101,7 @@ def _choices(output: LayerOutput) -> tuple[Choice, ...]:
 COLLECTED: dict[str, Callable[[LayerOutput], PyTree]] = {
     PROJECTED: lambda output: output.projected,
     CHOICES: _choices,
+    SEEN: lambda output: (output.seen, output.streams),
 }
 
 

@@ -9,8 +9,8 @@ The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compar
 loops on every platform: each program stacks the weights, which takes their memory twice, and XLA copies the slices of
 weights and caches that it does not fuse. That suits a small model on a GPU, whose programs take minutes to compile and
 seconds to run: SmolLM2-135M on an H200, float32, 8 rows of 2,048 tokens, takes 18 s for a first call (beside 17 other
-processes; of unrolled layers, the prompts' program alone took three minutes), and 4.7 ms a step with a full cache, 3.5 ms under h2o at 20 %. Steps of
-unrolled layers have not been measured there, so that it is not the default.
+processes; of unrolled layers, the prompts' program alone took three minutes), and 4.7 ms a step with a full cache, 3.5
+under h2o at 20 %. Steps of unrolled layers have not been measured there, so that it is not the default.
 """
 
 import os

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import cache, policies, products
-from kvjax.cache.layer_stack import LayerRun, Layers, arranged_state, stacked_runs
+from kvjax import analysis, cache, policies, products
+from kvjax.cache.layer_stack import LayerRun, Layers, arranged_state, common_runs, stacked_runs
 from kvjax.cache.spec import CacheSpec
 from kvjax.checkpoint import orbax
 from kvjax.generation import decoding
@@ -136,6 +136,36 @@ def test_records_are_those_of_unrolled_layers(name):
     for record, one in ((made.record, expected.record), (scored.record, other.record)):
         for field in record._fields:
             np.testing.assert_array_equal(getattr(record, field), getattr(one, field), field)
+
+
+def _analyses(model):
+    """Measures of the full cache, and of caches whose layers run as other loops than the full cache's."""
+    own = {"prompt_length": 12, "lengths": LENGTHS}
+    yield "mass", analysis.accumulated_attention(model, TOKENS, lengths=LENGTHS)
+    yield "inputs", analysis.input_cosine(model, TOKENS, lengths=LENGTHS)
+    yield "h2o", analysis.attention_cosine(model, TOKENS, SPECS["h2o"], **own)
+    yield "layers differ", analysis.attention_cosine(model, TOKENS, SPECS["layers differ"], **own)
+    yield "infinigen", analysis.selected(model, TOKENS, SPECS["infinigen"], **own)
+
+
+def test_analyses_are_those_of_unrolled_layers():
+    model = tiny(layers=LAYERS).model
+
+    def run():
+        return dict(_analyses(model))
+
+    looped, expected = run(), unrolled(run)
+    for name, one in looped.items():
+        leaves = zip(jax.tree.leaves(one), jax.tree.leaves(expected[name]), strict=True)
+        for mine, theirs in leaves:
+            np.testing.assert_allclose(mine, theirs, rtol=2e-6, atol=2e-6, err_msg=name)
+
+
+def test_runs_that_states_have_in_common():
+    assert common_runs([(LayerRun(0, 5),), (LayerRun(0, 5),)], 5) == (LayerRun(0, 5),)
+    assert common_runs([(LayerRun(0, 5),), (LayerRun(1, 5),)], 5) == (LayerRun(1, 5),)
+    assert common_runs([(LayerRun(0, 5),), (LayerRun(0, 2), LayerRun(2, 5))], 5) == (LayerRun(0, 2), LayerRun(2, 5))
+    assert common_runs([(LayerRun(0, 5),), ()], 5) == ()
 
 
 def test_a_state_in_stacks_is_saved_and_restored(tmp_path):
