@@ -72,7 +72,7 @@ class Span(NamedTuple):
 
     @property
     def arrays(self) -> PyTree:
-        """What differs between the layers, leaves [L, ...]."""
+        """The arrays of all layers, leaves [L, ...]."""
         return self.seen, self.streams, self.before
 
     def rows(self, arrays: PyTree, position: Array, config: DecoderConfig, width: int) -> Rows:

@@ -95,7 +95,7 @@ def over_tiles(
 
 
 @program(static_argnames=("config", "step", "tile", "runs"))
-def scan_tiles(params, tokens, lengths, carried, args, *, config, step, tile, runs):
+def scan_tiles(params, tokens, lengths, carried, args, *, config, step, tile, runs=()):
     """`over_tiles` for tokens [B, T] and one carry per layer.
 
     Returns:

@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax import analysis, cache, policies, products
+from kvjax.analysis import scan
 from kvjax.cache.layer_stack import LayerRun, Layers, arranged_state, common_runs, stacked_runs
 from kvjax.cache.spec import CacheSpec
 from kvjax.checkpoint import orbax
@@ -154,7 +155,9 @@ def test_analyses_are_those_of_unrolled_layers():
     def run():
         return dict(_analyses(model))
 
+    compiled = scan.scan_tiles._cache_size()
     looped, expected = run(), unrolled(run)
+    assert scan.scan_tiles._cache_size() == compiled + 4, "two analyses, as a loop and unrolled"
     for name, one in looped.items():
         leaves = zip(jax.tree.leaves(one), jax.tree.leaves(expected[name]), strict=True)
         for mine, theirs in leaves:
