@@ -56,7 +56,8 @@ def load(
     `kvjax.generate_text`; see `kvjax.models.generation_config`.
 
     GGUF files (`kvjax.checkpoint.gguf`) need the package ``gguf``, ``pip install kvjax[gguf]``. Their weights are
-    dequantised, unless ``weights="stored"`` keeps the codes of projections in Q8_0, Q4_0 and Q4_1.
+    dequantised, unless ``weights="stored"`` keeps the codes of projections, of the output head and of the embedding in
+    Q8_0, Q4_0 and Q4_1.
 
     Args:
       path_or_name: a folder with ``config.json`` and weights (safetensors, Flax msgpack, or PyTorch if torch is
@@ -140,7 +141,7 @@ def _load(
         for tensor in _expected(source, config, stored):
             parts: list[PyTree] | None = None
             coded = codes is not None and codes.takes(tensor.paths[0])
-            if keep and source.coded is not None and WeightCodes().takes(tensor.paths[0]):
+            if keep and source.coded is not None and quantize.can_be_codes(tensor.paths[0]):
                 parts = source.coded(config, tensor)
                 kept += parts is not None
             if parts is not None:

@@ -20,8 +20,8 @@ from kvjax.errors import CheckpointError
 from kvjax.models import families, generation_config
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
-from kvjax.parallel.sharding import Params, PyTree
-from kvjax.products.quantized import is_quantized
+from kvjax.parallel.sharding import EMBEDDING, Params, PyTree
+from kvjax.products.quantized import dequantize, is_quantized
 
 SHARD_BYTES = 5_000_000_000  # maximum size of a safetensors file
 HEADER_ALIGNMENT = 8  # a safetensors header is padded to a multiple of this number of bytes
@@ -109,13 +109,16 @@ def _parts(tensor: names.Tensor, params: Params) -> list[PyTree]:
         node: PyTree = params
         for key in path:
             node = node.get(key) if hasattr(node, "get") else None
+        if tuple(path) == EMBEDDING and is_quantized(node):
+            # GPTQ's format has embeddings as they are.
+            node = dequantize(node, node.dtype).T
         shape = (tensor.stack, *shape) if tensor.stack else shape
         if node is None or getattr(node, "shape", None) != shape:
             found = "absent" if node is None else f"of shape {list(getattr(node, 'shape', []))}"
             raise CheckpointError(
                 f"parameter {'/'.join(path)} is {found}, but the model's config says {list(shape)}: nothing was saved."
             )
-        dtype = node.scale.dtype if is_quantized(node) else node.dtype
+        dtype = node.dtype
         if dtype not in readers.FLOATS.values():
             valid = ", ".join(each.name for each in readers.FLOATS.values())
             raise CheckpointError(f"parameter {'/'.join(path)} is {dtype.name}; checkpoints hold {valid}.")

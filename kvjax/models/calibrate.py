@@ -22,7 +22,7 @@ from kvjax.models.model import Model
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.policies.window import full
-from kvjax.products.quantized import dequantize, is_quantized
+from kvjax.products.quantized import dequantize, is_quantized, outputs_of
 from kvjax.storage.base import UNROTATED, Storage
 from kvjax.storage.calibration import Calibration, required
 from kvjax.storage.side import Samples
@@ -115,12 +115,14 @@ def fingerprint(model: Model) -> str | None:
     """
     found = hashlib.sha256(repr(model.config).encode())
     norms = [model.params[f"layer_{index}"].get("attention_norm", {}) for index in range(model.config.num_layers)]
-    leaves = (model.params["embed"]["tokens"], *jax.tree.leaves(norms))
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    tokens = model.params["embed"]["tokens"]
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, norms))):
         return None
     # The numbers are known while a caller's function is traced, too.
     with jax.ensure_compile_time_eval():
-        for x in leaves:
+        if is_quantized(tokens):
+            tokens = outputs_of(tokens, jnp.arange(min(EMBEDDINGS, tokens.shape[1])), tokens.dtype)
+        for x in (tokens, *jax.tree.leaves(norms)):
             # So that it is the same in bfloat16 and in float32.
             found.update(np.asarray(host_memory.to_device(x)[:EMBEDDINGS].astype(jnp.bfloat16)).tobytes())
     return found.hexdigest()[:DIGITS]

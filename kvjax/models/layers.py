@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from kvjax.models.config import DecoderConfig
 from kvjax.products import IndexedMatrix, QuantizedMatrix, product
+from kvjax.products.quantized import outputs_of
 
 Array = jax.Array
 
@@ -133,19 +134,25 @@ class Embed(nn.Module):
 
     def setup(self) -> None:
         shape = (self.config.vocab_size, self.config.embed_size)
-        # [V, embed]
-        self.tokens = self.param("tokens", nn.initializers.normal(shape[1] ** -0.5), shape, self.dtype)
+        # [V, embed], or a quantised matrix [embed, V], whose arrays Flax would compare with this shape
+        table: Array | QuantizedMatrix | None = self.get_variable("params", "tokens")
+        if not isinstance(table, QuantizedMatrix):
+            table = self.param("tokens", nn.initializers.normal(shape[1] ** -0.5), shape, self.dtype)
+        self.tokens = table
 
     def __call__(self, tokens: Array) -> Array:
         """Looks up tokens: [B, n] int32 -> [B, n, embed]."""
         # [B, n, embed]
-        x = jnp.take(self.tokens, tokens, axis=0)
+        if isinstance(self.tokens, QuantizedMatrix):
+            x = outputs_of(self.tokens, tokens, self.dtype)
+        else:
+            x = jnp.take(self.tokens, tokens, axis=0)
         return x if self.config.embed_scale == 1 else x * jnp.asarray(self.config.embed_scale, x.dtype)
 
     def attend(self, hidden: Array) -> Array:
         """Multiplies by the transposed table, for a tied output head: [..., embed] -> [..., V]."""
         # [..., V]
-        return product(hidden, self.tokens, transposed=True)
+        return product(hidden, self.tokens, transposed=not isinstance(self.tokens, QuantizedMatrix))
 
 
 class PositionEmbed(nn.Module):

@@ -209,6 +209,11 @@ def placed(
     return jax.block_until_ready(QuantizedMatrix(bits=matrix.bits, **parts))
 
 
+def can_be_codes(path: Sequence[str]) -> bool:
+    """Returns whether a parameter may be the codes of a checkpoint: projections, the output head, the embedding."""
+    return WeightCodes(head=True).takes(path) or tuple(path) == sharding.EMBEDDING
+
+
 def held_shapes(config: DecoderConfig, dtype: DTypeLike = jnp.float32, weights: WeightCodes | None = None) -> Params:
     """Returns the parameter tree with `jax.ShapeDtypeStruct` leaves, quantised as `quantize_weights` would.
 

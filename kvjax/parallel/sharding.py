@@ -40,6 +40,7 @@ PARAMETERS: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
     ("down", "kernel"): ("mlp", "embed"),
 }
 
+EMBEDDING = ("embed", "tokens")  # a table [out, in]; as a quantised matrix [in, out]
 #: The parts of a quantised matrix, see `kvjax.products.quantized`. They are divided as the matrix is.
 QUANTIZED = ("codes", "scale", "zero", "order")
 
@@ -196,6 +197,8 @@ def parameter_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | Abstr
     """
     axes: tuple[str | None, ...]
     if (of_matrix := PARAMETERS.get(tuple(path[-3:-1]))) and path[-1] in QUANTIZED:
+        if tuple(path[-3:-1]) == EMBEDDING:
+            of_matrix = of_matrix[::-1]
         # [G, bytes, out], [G, out] or [in]: between groups, and between outputs.
         axes = {"codes": (of_matrix[0], None, of_matrix[1]), "order": (None,)}.get(path[-1], of_matrix)
     else:
@@ -253,7 +256,7 @@ def warn_of_copies(params: Params, mesh: Mesh | None, given: Rules | None = None
 
 
 __all__ = [
-    "PARAMETERS", "QUANTIZED", "Params", "PyTree", "abstract_mesh", "constrain", "constrain_heads", "divided", "fit",
-    "fit_sizes", "left_over", "make_mesh", "mesh_axes", "on_each_device", "on_mesh", "one_device_mesh", "padded_rows",
-    "parameter_shardings", "parameter_spec", "path_names", "spec", "warn_of_copies",
+    "EMBEDDING", "PARAMETERS", "QUANTIZED", "Params", "PyTree", "abstract_mesh", "constrain", "constrain_heads",
+    "divided", "fit", "fit_sizes", "left_over", "make_mesh", "mesh_axes", "on_each_device", "on_mesh",
+    "one_device_mesh", "padded_rows", "parameter_shardings", "parameter_spec", "path_names", "spec", "warn_of_copies",
 ]  # fmt: skip

@@ -65,6 +65,11 @@ class QuantizedMatrix:
         return *experts, groups * rows * BYTE // self.bits, outputs
 
     @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the scales, which is that of the model."""
+        return np.dtype(self.scale.dtype)
+
+    @property
     def group(self) -> int:
         """Inputs of a group."""
         return self.codes.shape[-2] * BYTE // self.bits
@@ -179,6 +184,25 @@ def dequantize(matrix: QuantizedMatrix, dtype: DTypeLike = jnp.float32) -> Array
         return jax.vmap(functools.partial(dequantize, dtype=dtype))(matrix)
     rows = rows_of(matrix, dtype)
     return rows if matrix.order is None else jnp.zeros_like(rows).at[matrix.order].set(rows)
+
+
+def outputs_of(matrix: QuantizedMatrix, index: Array, dtype: DTypeLike) -> Array:
+    """Returns some outputs of a matrix, as in a table of embeddings.
+
+    Args:
+      matrix: [in, out], with inputs in their own order.
+      index: [...] int32, of outputs.
+      dtype: of the result.
+
+    Returns:
+      [..., in].
+    """
+    assert matrix.order is None
+    # arrays [..., n], with n indices in place of the outputs
+    codes, scale, zero = (jnp.take(each, index.ravel(), axis=-1) for each in (matrix.codes, matrix.scale, matrix.zero))
+    # [in, n]
+    rows = rows_of(QuantizedMatrix(codes, scale, zero, bits=matrix.bits), dtype)
+    return rows.T.reshape(*index.shape, -1)
 
 
 def rows_of(matrix: QuantizedMatrix, dtype: DTypeLike) -> Array:

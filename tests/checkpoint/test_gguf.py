@@ -21,6 +21,7 @@ from kvjax.checkpoint.gguf.architectures import ARCHITECTURES
 from kvjax.checkpoint.gguf.elements import TYPES
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import families
+from kvjax.models.calibrate import fingerprint
 from kvjax.products.quantized import dequantize, is_quantized
 from tests.checkpoint import folders
 from tests.conftest import ROOT
@@ -231,7 +232,10 @@ def test_types_of_tensors(kind, tmp_path):
     np.testing.assert_array_equal(rows, expected[[1, 4, 5], 100:300])
 
 
-KINDS = {"attn_q": "Q4_1", "attn_k": "Q4_0", "attn_v": "Q8_0", "attn_output": "Q4_1", "ffn": "Q4_0"}
+KINDS = {
+    "attn_q": "Q4_1", "attn_k": "Q4_0", "attn_v": "Q8_0", "attn_output": "Q4_1", "ffn": "Q4_0", "token_embd": "Q8_0",
+    "output.weight": "Q4_0",
+}  # fmt: skip
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 
@@ -254,14 +258,31 @@ def test_codes_are_kept(name, tmp_path):
         if is_quantized(found):
             matrices += 1
             assert found.group == 32
-            np.testing.assert_allclose(dequantize(found), expected, rtol=1e-6, atol=2e-6)
+            table = found is kept.params["embed"]["tokens"]
+            np.testing.assert_allclose(
+                dequantize(found).T if table else dequantize(found), expected, rtol=1e-6, atol=2e-6
+            )
         else:
             np.testing.assert_array_equal(found, expected)
-    assert matrices == 14
+    assert matrices == 14 + 1 + ("head" in exact.params)
+    assert fingerprint(kept) == fingerprint(exact)
     with pytest.raises(CheckpointError, match="between two of its codes"):
         kvjax.save(kept, tmp_path / "saved")
     tokens = np.arange(12)[None]
     np.testing.assert_allclose(log_probabilities(kept, tokens), log_probabilities(exact, tokens), atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # the latter's output head is its embedding
+def test_codes_are_saved(name, tmp_path):
+    raw, config, params = small(name, **{key: value for key, value in WIDE.items() if key in small(name)[0]})
+    kinds = dict.fromkeys(KINDS, "Q4_0") | {"token_embd": "Q8_0"}
+    writer.write(tmp_path / "model.gguf", raw, folders.tensors(config, params), kinds=kinds)
+    kept = kvjax.load(tmp_path / "model.gguf", dtype=jnp.float32, weights="stored")
+    assert is_quantized(kept.params["embed"]["tokens"])
+    kvjax.save(kept, tmp_path / "saved")
+    again = kvjax.load(tmp_path / "saved", dtype=jnp.float32)
+    tokens = np.arange(12)[None]
+    np.testing.assert_allclose(log_probabilities(again, tokens), log_probabilities(kept, tokens), atol=1e-5)
 
 
 ON_A_MESH = """
@@ -276,6 +297,14 @@ for path in sys.argv[1:]:
         jax.tree.map(np.testing.assert_array_equal, one.params, several.params)
         kernel = several.params["layer_0"]["mlp"]["up"]["kernel"]
         assert len(jax.tree.leaves(kernel)[0].sharding.device_set) == 2
+        table = jax.tree.leaves(several.params["embed"]["tokens"])[0]
+        assert len(table.sharding.device_set) == 2
+        tokens = np.arange(8)[None]
+        full = kvjax.policies.full()
+        made, expected = (
+            kvjax.log_likelihood(each, tokens, full, prompt_length=4).logprobs for each in (several, one)
+        )
+        np.testing.assert_allclose(made, expected, atol=1e-4)
         on_host = kvjax.load(path, dtype=jnp.float32, weights=weights, host_weights=0.5)
         jax.tree.map(np.testing.assert_array_equal, one.params, on_host.params)
 print("equal")
