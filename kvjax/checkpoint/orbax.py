@@ -85,14 +85,15 @@ def _as_saved(target: Params, saved: PyTree) -> Params:
     """
 
     def form(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> PyTree:
-        found = saved
-        for name in sharding.path_names(path):
+        found, names = saved, sharding.path_names(path)
+        for name in names:
             found = found.get(name) if isinstance(found, dict) else None
         if hasattr(found, "dtype"):
             return jax.ShapeDtypeStruct(leaf.shape, found.dtype)
         codes = getattr(found.get("codes"), "shape", ()) if isinstance(found, dict) else ()
         # The number of bits is not saved: it is that with which the codes are those of the matrix's inputs.
-        bits = BYTE * math.prod(codes[:2]) // leaf.shape[0]
+        inputs = leaf.shape[-1] if names == sharding.EMBEDDING else leaf.shape[0]
+        bits = BYTE * math.prod(codes[:2]) // inputs
         if found is None or len(codes) != 3 or bits not in WIDTHS:
             return leaf
         parts: dict[str, Any] = {

@@ -17,6 +17,7 @@ import pytest
 
 import kvjax
 from kvjax.checkpoint import gguf as files
+from kvjax.checkpoint import orbax
 from kvjax.checkpoint.gguf.architectures import ARCHITECTURES
 from kvjax.checkpoint.gguf.elements import TYPES
 from kvjax.errors import CheckpointError, ConfigError
@@ -283,6 +284,10 @@ def test_codes_are_saved(name, tmp_path):
     again = kvjax.load(tmp_path / "saved", dtype=jnp.float32)
     tokens = np.arange(12)[None]
     np.testing.assert_allclose(log_probabilities(again, tokens), log_probabilities(kept, tokens), atol=1e-5)
+    orbax.save_params(tmp_path / "params", kept.params)
+    restored = orbax.restore_params(tmp_path / "params", kept.config)
+    assert restored["embed"]["tokens"].bits == 8
+    jax.tree.map(np.testing.assert_array_equal, restored, kept.params)
 
 
 ON_A_MESH = """
