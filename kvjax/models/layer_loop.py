@@ -26,6 +26,7 @@ from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import LayerRun, LayerRuns, LayerStack
 from kvjax.cache.state import Block, Layer, LayerKV
 from kvjax.errors import ConfigError
+from kvjax.kernels.decode.coded import other_codes
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics import stack_slices
 from kvjax.parallel import host_memory
@@ -81,7 +82,9 @@ def _key(config: DecoderConfig, params: Params, groups: tuple[tuple[Group, ...],
     own = params[f"layer_{index}"]
     leaves, tree = jax.tree.flatten(own)
     every = [group for phase in groups for group in phase]
-    if any(map(host_memory.on_host, leaves)) or not all(map(_can_loop, every)):
+    dtype = params["embed"]["tokens"].dtype
+    can_loop = all(_can_loop(group, config.head_dim, dtype) for group in every)
+    if any(map(host_memory.on_host, leaves)) or not can_loop:
         return None
     if any(map(is_quantized, jax.tree.leaves(own, is_leaf=is_quantized))):
         return None
@@ -93,11 +96,12 @@ def _key(config: DecoderConfig, params: Params, groups: tuple[tuple[Group, ...],
     return config.kind(index), groups, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), first
 
 
-def _can_loop(group: Group) -> bool:
+def _can_loop(group: Group, dim: int, dtype: jnp.dtype) -> bool:
     own = group.arrangement
     by_kernel = group.step_implementation is not None or group.attn_implementation != "xla"
-    # kvjax's own products with codes have no form for a slice of a stack, which would be copied in each step.
-    in_codes = _setting() != STACKED and any(codec is not None for codec in group.codecs)
+    # Slices of codes that kvjax's own products do not read would be copied in each step.
+    codecs = [codec for codec in group.codecs if codec is not None]
+    in_codes = _setting() != STACKED and any(other_codes(codec, dim, jnp.dtype(dtype)) for codec in codecs)
     return not (by_kernel or in_codes or group.storage.on_host or own.borrows(group) or group.slot_axes)
 
 

@@ -142,6 +142,26 @@ def _same(_: dict[str, Any], operands: list[Value]) -> list[Value]:
     return operands
 
 
+def _pad(parameters: dict[str, Any], operands: list[Value]) -> list[Value] | None:
+    """Pads with nothing."""
+    return operands[:1] if not any(map(any, parameters["padding_config"])) else None
+
+
+def _cond(parameters: dict[str, Any], operands: list[Value]) -> list[Value]:
+    """Chooses by data between alternatives, which have the stacks."""
+    index, *others = operands
+
+    def alternative(jaxpr: jex.ClosedJaxpr) -> Callable[..., list[Array]]:
+        def run(*given: Array) -> list[Array]:
+            values = [own.written(x) if is_slice(own) else x for own, x in zip(others, given, strict=True)]
+            return [made.array if is_slice(made) else made for made in _evaluate(jaxpr, values)]
+
+        return run
+
+    stacks = [each.stack if is_slice(each) else each for each in others]
+    return list(lax.switch(index, [alternative(each) for each in parameters["branches"]], *stacks))
+
+
 def _scatter(parameters: dict[str, Any], operands: list[Value]) -> list[Value] | None:
     """Writes into the stack, of which another dimension is said by an index."""
     operand, indices, updates = operands
@@ -170,19 +190,21 @@ def _scatter(parameters: dict[str, Any], operands: list[Value]) -> list[Value] |
 def _custom_call(parameters: dict[str, Any], operands: list[Value]) -> list[Value] | None:
     """Calls kvjax's own code with stacks and the index of the slice."""
     indexed = INDEXED.get(parameters["target_name"])
-    if indexed is None:
+    if indexed is None or not all(is_slice(operands[i]) for i in indexed.stacks):
         return None
-    target, stacked = indexed
-    if any(is_slice(operands[i]) != (i in stacked) for i in range(len(operands))):
+    may_be = {*indexed.stacks, *indexed.optional}
+    if any(is_slice(operand) and i not in may_be for i, operand in enumerate(operands)):
         return None
     arrays = [operand.stack if is_slice(operand) else operand for operand in operands]
     results = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in parameters["result_avals"]]
-    run = jax.ffi.ffi_call(target, results, vmap_method=parameters["vmap_method"])
-    return list(run(*arrays, operands[stacked[0]].index, **dict(parameters["attributes"])))
+    run = jax.ffi.ffi_call(indexed.target, results, vmap_method=parameters["vmap_method"])
+    return list(run(*arrays, operands[indexed.stacks[0]].index, **dict(parameters["attributes"])))
 
 
 _WITH_STACKS: dict[str, Callable[[dict[str, Any], list[Value]], list[Value] | None]] = {
     "stop_gradient": _same,
+    "pad": _pad,
+    "cond": _cond,
     "scatter": _scatter,
     "ffi_call": _custom_call,
 }

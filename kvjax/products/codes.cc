@@ -322,17 +322,28 @@ inline void OfRows(int64_t rows, const F& run) {
   if (r < rows) run(r, std::integral_constant<int, 1>{});
 }
 
+// The codes, scales or zeros of all caches: an array of them, or one layer of a stack [rows, layers, caches of a row, ...].
+template <typename T>
+struct Caches {
+  const T* data;
+  int64_t size, of_row, layers, layer;
+
+  // Those of one cache; null without any.
+  const T* operator()(int64_t i) const {
+    return data ? data + ((i / of_row * layers + layer) * of_row + i % of_row) * size : nullptr;
+  }
+};
+
 template <class L>
-void OfVectors(ffi::ThreadPool& pool, const L& levels, const Vectors& of, const float* x, const uint8_t* codes,
-               const float* scale, const float* zero, const int32_t* used, float* y, int64_t count, int64_t rows,
-               bool transposed) {
-  const int64_t parts = (of.slots + kPart - 1) / kPart, all = of.slots * of.groups;
+void OfVectors(ffi::ThreadPool& pool, const L& levels, const Vectors& of, const float* x,
+               const Caches<uint8_t>& codes, const Caches<float>& scale, const Caches<float>& zero,
+               const int32_t* used, float* y, int64_t count, int64_t rows, bool transposed) {
+  const int64_t parts = (of.slots + kPart - 1) / kPart;
   // The end of what is read of a part of a cache. Whole tiles, so that a slot is always computed in the same way.
   const auto end_of = [&](int64_t i, int64_t start) {
     const int64_t tiles = used ? (std::max<int64_t>(used[i], 0) + kTile - 1) / kTile * kTile : of.slots;
     return std::min({of.slots, start + kPart, tiles});
   };
-  const auto numbers = [&](const float* given, int64_t i) { return given ? given + i * all : nullptr; };
   if (transposed) {
     ForEach(pool, count * parts, [&](int64_t item) {
       const int64_t i = item / parts, start = item % parts * kPart, end = end_of(i, start);
@@ -354,8 +365,8 @@ void OfVectors(ffi::ThreadPool& pool, const L& levels, const Vectors& of, const 
         OfRows(rows, [&](int64_t r, auto count) {
           for (int64_t s = from; s < std::min(end, from + kTile); s += kLanes) {
             Dots<count.value>(levels, of, ordered.data() + r * of.coded(), totals.data() + r * of.groups,
-                              codes + i * of.slots * of.bytes, numbers(scale, i), numbers(zero, i),
-                              y + (i * rows + r) * of.slots, s, std::min<int64_t>(kLanes, end - s));
+                              codes(i), scale(i), zero(i), y + (i * rows + r) * of.slots, s,
+                              std::min<int64_t>(kLanes, end - s));
           }
         });
       }
@@ -370,9 +381,8 @@ void OfVectors(ffi::ThreadPool& pool, const L& levels, const Vectors& of, const 
     float *own = sums.data() + item * size, *zeros = own + rows * of.coded();
     for (int64_t from = start; from < end; from += kTile) {
       OfRows(rows, [&](int64_t r, auto count) {
-        AddTile<count.value>(levels, of, x + (i * rows + r) * of.slots, codes + i * of.slots * of.bytes,
-                             numbers(scale, i), numbers(zero, i), own + r * of.coded(), zeros + r * of.groups * kLanes,
-                             from, std::min(end, from + kTile));
+        AddTile<count.value>(levels, of, x + (i * rows + r) * of.slots, codes(i), scale(i), zero(i),
+                             own + r * of.coded(), zeros + r * of.groups * kLanes, from, std::min(end, from + kTile));
       });
     }
   });
@@ -491,29 +501,60 @@ ffi::Error WithLevels(int64_t bits, std::string_view kind, const float* table, i
   return ffi::Error::Success();
 }
 
-// x [count, rows, D] if transposed, else [count, rows, slots]; codes [count, slots, bytes]; scale and zero [count, slots,
+// x [count, rows, D] if transposed, else [count, rows, slots]; codes [..., slots, bytes]; scale and zero [..., slots,
 // groups], or empty; levels [2^bits] of codes of less than 8 bits, else empty; used [count], the number of slots that
-// matter, the first ones, or empty; y [count, rows, slots], 0 for slots that are not read, or [count, rows, D].
-ffi::Error RunVectors(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> codes,
-                      ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> zero, ffi::Buffer<ffi::F32> levels,
-                      ffi::Buffer<ffi::S32> used, ffi::ResultBuffer<ffi::F32> y, int64_t bits, std::string_view kind,
-                      int64_t groups, bool transposed) {
+// matter, the first ones, or empty; y [count, rows, slots], 0 for slots that are not read, or [count, rows, D]. In a stack
+// of layers, codes are [rows, layers, ..., slots, bytes], and scale and zero may be of the same form.
+ffi::Error RunVectorsOf(ffi::ThreadPool& pool, const ffi::Buffer<ffi::F32>& x, const ffi::Buffer<ffi::U8>& codes,
+                        const ffi::Buffer<ffi::F32>& scale, const ffi::Buffer<ffi::F32>& zero,
+                        const ffi::Buffer<ffi::F32>& levels, const ffi::Buffer<ffi::S32>& used,
+                        ffi::ResultBuffer<ffi::F32>& y, int64_t bits, std::string_view kind, int64_t groups,
+                        bool transposed, const int32_t* layer) {
   if (y->element_count() == 0) return ffi::Error::Success();
   const auto shape = codes.dimensions();
-  const int64_t count = shape[0], slots = shape[1], bytes = shape[2], rows = x.dimensions()[1];
+  const size_t rank = shape.size();
+  if (rank < (layer ? 4u : 2u)) return ffi::Error::InvalidArgument("codes of too few dimensions");
+  const int64_t count = x.dimensions()[0], slots = shape[rank - 2], bytes = shape[rank - 1], rows = x.dimensions()[1];
   const int64_t dim = transposed ? x.dimensions()[2] : y->dimensions()[2];
   if (rows > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
   if (slots == 0) {
     std::memset(y->typed_data(), 0, y->element_count() * sizeof(float));
     return ffi::Error::Success();
   }
+  const int64_t layers = layer ? shape[1] : 1;
+  if (layer && (*layer < 0 || *layer >= layers)) return ffi::Error::InvalidArgument("no such layer");
+  if (static_cast<int64_t>(codes.element_count()) != count * layers * slots * bytes)
+    return ffi::Error::InvalidArgument("codes of another number of caches");
+  const auto caches = [&](const auto& buffer, int64_t size) {
+    const int64_t all = buffer.element_count();
+    const bool stacked = layers > 1 && all == count * layers * size;
+    return Caches<std::remove_pointer_t<decltype(buffer.typed_data())>>{
+        all ? buffer.typed_data() : nullptr, size, stacked ? count / shape[0] : 1, stacked ? layers : 1,
+        stacked ? *layer : 0};
+  };
   const int64_t group_bytes = bytes / groups;
   const Vectors of{slots, dim, bytes, groups, group_bytes, 8 / bits, (group_bytes + kLanes - 1) / kLanes * kLanes};
-  const auto given = [](const auto& buffer) { return buffer.element_count() ? buffer.typed_data() : nullptr; };
   return WithLevels(bits, kind, levels.typed_data(), levels.element_count(), [&](const auto& each) {
-    OfVectors(pool, each, of, x.typed_data(), codes.typed_data(), given(scale), given(zero), given(used),
-              y->typed_data(), count, rows, transposed);
+    OfVectors(pool, each, of, x.typed_data(), caches(codes, slots * bytes), caches(scale, slots * groups),
+              caches(zero, slots * groups), used.element_count() ? used.typed_data() : nullptr, y->typed_data(), count,
+              rows, transposed);
   });
+}
+
+ffi::Error RunVectors(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> codes,
+                      ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> zero, ffi::Buffer<ffi::F32> levels,
+                      ffi::Buffer<ffi::S32> used, ffi::ResultBuffer<ffi::F32> y, int64_t bits, std::string_view kind,
+                      int64_t groups, bool transposed) {
+  return RunVectorsOf(pool, x, codes, scale, zero, levels, used, y, bits, kind, groups, transposed, nullptr);
+}
+
+// The product with the caches of the layer of the given index, in a loop over layers.
+ffi::Error RunIndexedVectors(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> codes,
+                             ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> zero, ffi::Buffer<ffi::F32> levels,
+                             ffi::Buffer<ffi::S32> used, ffi::Buffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> y,
+                             int64_t bits, std::string_view kind, int64_t groups, bool transposed) {
+  return RunVectorsOf(pool, x, codes, scale, zero, levels, used, y, bits, kind, groups, transposed,
+                      index.typed_data());
 }
 
 // x [rows, in], codes [groups, byte rows, out], scale and zero [groups, out], zero of codes or of floats; y [rows, out].
@@ -548,6 +589,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxCodedVectors, RunVectors,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("bits")
+                                  .Attr<std::string_view>("kind")
+                                  .Attr<int64_t>("groups")
+                                  .Attr<bool>("transposed"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxIndexedCodedVectors, RunIndexedVectors,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("bits")

@@ -93,22 +93,20 @@ def codes_product(x: Array, vectors: Affine, *, transposed: bool, used: Array | 
     Returns:
       [*batch, rows, S] float32 if transposed, else [*batch, rows, D].
     """
-    *batch, slots, size = vectors.codes.shape
+    *batch, slots, _ = vectors.codes.shape
     count, (rows, inputs) = math.prod(batch), x.shape[-2:]
     x = x.astype(jnp.float32)
     x = (vectors.into(x) if transposed else x).reshape(count, rows, inputs)
 
     def numbers(given: Array | None) -> Array:
-        # [count, S, groups] or [0]
-        if given is None:
-            return jnp.zeros((0,), jnp.float32)
-        return given.astype(jnp.float32).reshape(count, slots, vectors.groups)
+        # [*batch, S, groups] or [0]
+        return jnp.zeros((0,), jnp.float32) if given is None else given.astype(jnp.float32)
 
     result = jax.ShapeDtypeStruct((count, rows, slots if transposed else vectors.dim), jnp.float32)
     call = jax.ffi.ffi_call(native.CODED_VECTORS, result, vmap_method="sequential")
     kind = vectors.levels if isinstance(vectors.levels, str) and vectors.bits == BYTE else TABLE
     y = call(
-        x, vectors.codes.reshape(count, slots, size), numbers(vectors.scale), numbers(vectors.zero),
+        x, vectors.codes, numbers(vectors.scale), numbers(vectors.zero),
         jnp.asarray(level_table(vectors.bits, vectors.levels)),
         jnp.zeros((0,), jnp.int32) if used is None else used.reshape(count),
         bits=np.int64(vectors.bits), kind=kind, groups=np.int64(vectors.groups), transposed=transposed,

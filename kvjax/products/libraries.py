@@ -12,9 +12,30 @@ TARGET, SLOTS = "kvjax_product", "kvjax_slots"  # see native.cc
 ATTEND = "kvjax_attend"  # see attend.cc
 # The same for one of several layers, whose index is an operand.
 INDEXED_PRODUCT, INDEXED_SLOTS, INDEXED_ATTEND = "kvjax_indexed_product", "kvjax_indexed_slots", "kvjax_indexed_attend"
-#: A custom call -> the same for slices of stacks, and which of its operands are stacks.
-INDEXED = {SLOTS: (INDEXED_SLOTS, (1,)), ATTEND: (INDEXED_ATTEND, (1, 2))}
 CODED_VECTORS, CODED_WEIGHTS = "kvjax_coded_vectors", "kvjax_coded_weights"  # see codes.cc
+INDEXED_CODED_VECTORS = "kvjax_indexed_coded_vectors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexed:
+    """The form of a custom call for slices of stacks, whose last operand is the index.
+
+    Attributes:
+      target: its name.
+      stacks: the operands that are stacks.
+      optional: the operands that may be stacks or slices.
+    """
+
+    target: str
+    stacks: tuple[int, ...]
+    optional: tuple[int, ...] = ()
+
+
+INDEXED = {
+    SLOTS: Indexed(INDEXED_SLOTS, (1,)),
+    ATTEND: Indexed(INDEXED_ATTEND, (1, 2)),
+    CODED_VECTORS: Indexed(INDEXED_CODED_VECTORS, (1,), optional=(2, 3)),
+}
 HEADERS = tuple(FOLDER / name for name in ("vectors.h", "slots.h"))
 # Whether a product and a sum are rounded as one is said by the code: see Fma in vectors.h.
 _SHARED_FLAGS = ("-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w")
@@ -63,5 +84,12 @@ LIBRARIES = (
         ),
     ),
     Library("attend.cc", ((ATTEND, "KvjaxAttend"), (INDEXED_ATTEND, "KvjaxIndexedAttend"))),
-    Library("codes.cc", ((CODED_VECTORS, "KvjaxCodedVectors"), (CODED_WEIGHTS, "KvjaxCodedWeights"))),
+    Library(
+        "codes.cc",
+        (
+            (CODED_VECTORS, "KvjaxCodedVectors"),
+            (INDEXED_CODED_VECTORS, "KvjaxIndexedCodedVectors"),
+            (CODED_WEIGHTS, "KvjaxCodedWeights"),
+        ),
+    ),
 )

@@ -33,7 +33,11 @@ SPECS = {
     "snapkv": CacheSpec(examples.policy("snapkv")),
     "keydiff": CacheSpec(examples.policy("keydiff")),
     "int4": CacheSpec(examples.policy("h2o"), storage=examples.held("int4")),
+    "int8": CacheSpec(policies.full(), storage=examples.held("int8")),
+    "fp8": CacheSpec(examples.policy("h2o"), storage=examples.held("fp8")),
+    "rotated": CacheSpec(policies.full(), storage=examples.held("rotated")),
     "kivi": CacheSpec(policies.full(), storage=examples.held("kivi")),
+    "think": CacheSpec(policies.full(), storage=examples.held("think")),
     "quest": CacheSpec(policies.full(), selection=examples.chosen("quest")),
     "infinigen": CacheSpec(policies.full(), selection=examples.chosen("infinigen")),
     "layers differ": CacheSpec(policies.from_layer(policies.h2o(0.5), first=2)),
@@ -72,8 +76,10 @@ def test_a_loop_generates_what_layers_do(name):
         return kvjax.generate(model, TOKENS, SPECS[name], max_new_tokens=6, lengths=LENGTHS)
 
     looped = run()
-    # Codes have no form for stacks; the first layer has no hint; the first two layers of the other keep everything.
-    expected = {"int4": (), "infinigen": (LayerRun(1, LAYERS),), "layers differ": (LayerRun(0, 2), LayerRun(2, LAYERS))}
+    # The first layer has no hint; the first two layers of the other keep everything.
+    expected = {
+        "infinigen": (LayerRun(1, LAYERS),), "layers differ": (LayerRun(0, 2), LayerRun(2, LAYERS)),
+    }  # fmt: skip
     assert looped.layout.runs == expected.get(name, (LayerRun(0, LAYERS),))
     assert_equal(looped, unrolled(run))
 
@@ -261,15 +267,20 @@ def decode_program(model, prefilled):
     )  # fmt: skip
 
 
-def program(layers: int) -> str:
+def program(layers: int, name: str) -> str:
     """The optimised text of the decode program."""
     model = tiny(layers=layers).model
-    text: str = decode_program(model, prefill(model, TOKENS, SPECS["h2o"], max_new_tokens=4)).compile().as_text()
+    text: str = decode_program(model, prefill(model, TOKENS, SPECS[name], max_new_tokens=4)).compile().as_text()
     return text
 
 
-def test_a_program_does_not_grow_with_layers_and_copies_no_stack():
-    few, many = program(3), program(6)
+@pytest.mark.parametrize("name", ["h2o", "int4", "int8", "fp8"])
+def test_a_program_does_not_grow_with_layers_and_copies_no_stack(name):
+    few, many = program(3, name), program(6, name)
     assert few.count(" fusion(") == many.count(" fusion(") > 0
     # No copy of the keys, values, positions or statistics of all layers, [B, L, K, S, ...]
     assert re.findall(r"= \w+\[2,6,2,\d+[\d,]*\]\S* copy\(", many) == []
+    if name != "h2o":
+        # Products read codes in their stacks.
+        assert f'"{native.INDEXED_CODED_VECTORS}"' in many
+        assert f'"{native.CODED_VECTORS}"' not in many

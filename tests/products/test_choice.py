@@ -198,4 +198,5 @@ def test_it_is_available_where_there_is_a_compiler():
     """Otherwise all tests of the native form would be skipped on a machine that could run them."""
     if not any(map(shutil.which, build.COMPILERS)):
         pytest.skip("there is no C++ compiler")
-    assert [native.load(target) for library in native.LIBRARIES for target, _ in library.symbols] == [None] * 8
+    reasons = [native.load(target) for library in native.LIBRARIES for target, _ in library.symbols]
+    assert reasons and not any(reasons)

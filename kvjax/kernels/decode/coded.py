@@ -117,12 +117,18 @@ def refuses(codec: Codec, dim: int, dtype: DTypeLike) -> str | None:
       dim: their features.
       dtype: the model's.
     """
-    return _other_codes(codec, dim, jnp.dtype(dtype)) or native.load(native.CODED_VECTORS)
+    return other_codes(codec, dim, jnp.dtype(dtype)) or native.load(native.CODED_VECTORS)
 
 
 @functools.lru_cache(maxsize=1024)
-def _other_codes(codec: Codec, dim: int, dtype: jnp.dtype) -> str | None:
-    """Returns why the codes of a codec are not those that `codes.codes_product` reads, or None."""
+def other_codes(codec: Codec, dim: int, dtype: jnp.dtype) -> str | None:
+    """Returns why the codes of a codec are not those that `codes.codes_product` reads, or None.
+
+    Args:
+      codec: see `refuses`.
+      dim: see `refuses`.
+      dtype: see `refuses`.
+    """
     reasons: list[str | None] = []
 
     def ask(parts: dict[str, Array]) -> None:
