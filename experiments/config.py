@@ -23,8 +23,8 @@ class ModelConfig:
     skew: a file of `experiments.skew`, for selections that guess; None = no skew.
     calibration: a file of `kvjax.calibrate`, for storages that need one; None = made from a story that is generated.
     host_weights: the share of the layers whose weights are in host memory, 0 to 1.
-    weights: what the projections are quantised to, as text: int8, int4, int4(group=128, head=true); stored = the codes
-      that the checkpoint has; None = nothing.
+    weights: as text, int8, int4 or int4(group=128, head=true), to quantise the projections; stored, to keep the codes
+      that the checkpoint has; None = exact.
     """
 
     path: OptionalText = None

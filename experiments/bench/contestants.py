@@ -69,7 +69,7 @@ def random_model(config: DecoderConfig, positions: int, dtype: str = "float32") 
 
 def dtype_of(model: kvjax.Model) -> jnp.dtype:
     """The dtype of a model's weights."""
-    return jax.tree.leaves(model.params)[0].dtype
+    return model.dtype
 
 
 def random_prompt(config: DecoderConfig, batch: int, length: int) -> np.ndarray:

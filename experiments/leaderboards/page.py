@@ -32,7 +32,7 @@ table, whatever they hold; 1 is the best."""
 #: Columns that older files lack, or that are measured if they are asked for.
 ABOUT_MORE = {
     FOOTPRINT: "*Footprint* is the slots that are held after the prompt, summed over steps, of the full cache's.",
-    READ: "*Read* is the share of the slots held that a step reads at most.",
+    READ: "*Read* is the share of the slots held that the first step after the prompt reads at most.",
     TIME: "*Time of a step* is that over the full cache's, in the same process.",
 }
 

@@ -52,7 +52,7 @@ class Measurement:
       kv_bytes: of keys and values held while decoding, and of what a selection keeps to find them.
       full_kv_bytes: what the full cache would hold.
       footprint: slots that are held from the prompt's end to the last step, summed over steps, over the full cache's.
-      read: share of the slots that are held that a step reads at most; below 1 for selections.
+      read: share of the slots that are held that the first step reads at most; below 1 for selections.
       kv_parts: what is held by kind; see `kvjax.storage.breakdown`, and ``calibration``, which all rows share.
       explain: which kernels ran, and why no faster one did; see `kvjax.cache.CacheLayout.explain`.
       recall: recall task -> share of its prompts answered exactly.
@@ -204,7 +204,7 @@ def measure(
         jax.block_until_ready(prefilled.state)
         prefill_times.append(time.perf_counter() - start)
         if turn == 0:
-            first = _live(prefilled.state)
+            first = _live(prefilled.state, rows)
         if turn == 0 and tokens.shape[1] > prompt_length:
             logprobs = score_continuation(model, prefilled, tokens[:, prompt_length:], progress=progress)
         middle = time.perf_counter()
@@ -221,7 +221,7 @@ def measure(
             )  # fmt: skip
         held = decode_shapes(model.config, layout, dtype, rows, None).carry.state
     steps = new_tokens - 1  # the first new token comes out of the prompt
-    live = _live(generation.state)
+    live = _live(generation.state, rows)
     itemsize = jnp.dtype(layout.dtype).itemsize
     return Measurement(
         policy=spec.name,
@@ -237,7 +237,7 @@ def measure(
         kv_bytes=layout.bytes(rows) + layout.index_bytes(rows),
         full_kv_bytes=full_cache_bytes(model.config, rows, prompt_length + steps, itemsize),
         footprint=_footprint(first, live, prompt_length, steps),
-        read=_read(layout),
+        read=_read(layout, prompt_length),
         explain=prefilled.layout.explain(),
         kv_parts=_parts(held, rows) | {"calibration": prefilled.layout.calibration_bytes()},
         recall=exact_matches(
@@ -316,18 +316,24 @@ def _footprint(first: np.ndarray, last: np.ndarray, prompt: int, steps: int) -> 
     return float(held.mean(axis=0).sum() / (prompt + step).sum())
 
 
-def _read(layout: CacheLayout) -> float:
-    """Returns the share of the slots of a layout that a step reads at most."""
+def _read(layout: CacheLayout, prompt: int) -> float:
+    """Returns the share of the slots that are held that the first step after a prompt reads at most.
+
+    Args:
+      layout: of the cache.
+      prompt: tokens of the prompt.
+    """
     width = widths(layout.decode, layout.kv_heads)
     capacity = np.zeros_like(width)
     for layer, groups in enumerate(layout.decode):
         for group in groups:
             capacity[layer, slice(None) if group.heads is None else list(group.heads)] = group.capacity
-    # The new token is read besides.
-    return float(np.where(width < 0, capacity, np.minimum(width + 1, capacity)).sum() / capacity.sum())
+    # The new token is held and read too.
+    held = np.minimum(capacity, prompt + 1)
+    return float(np.where(width < 0, held, np.minimum(width + 1, held)).sum() / held.sum())
 
 
-def _live(state: KVState) -> np.ndarray:
-    """The number of live slots of every KV head of every row and layer."""
+def _live(state: KVState, rows: int) -> np.ndarray:
+    """Returns the number of live slots of every KV head, of the first rows and every layer. Other rows are padding."""
     found: list[np.ndarray] = distributed.to_host([live_slots(group) for _, group in layers_of(state)])
-    return np.concatenate([live.ravel() for live in found])
+    return np.concatenate([live[:rows].ravel() for live in found])

@@ -261,7 +261,8 @@ def _codes(model: Model) -> str:
     if not (matrices := [leaf for leaf in leaves if is_quantized(leaf)]):
         return ""
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    return f" with projections in {matrices[0].bits}-bit codes ({held / 1e6:,.1f} MB in all)"
+    bits = " and ".join(map(str, sorted({matrix.bits for matrix in matrices})))
+    return f" with matrices in {bits}-bit codes ({held / 1e6:,.1f} MB in all)"
 
 
 def _key(config: ExperimentConfig, *parts: str) -> str:

@@ -90,7 +90,7 @@ class Span(NamedTuple):
 
 
 def bounds(layers: int, runs: LayerRuns) -> list[tuple[int, int]]:
-    """Returns the first layer of each `Span`, and the one after its last; the first layer of all is alone."""
+    """Returns (start, stop) of each `Span`. Layer 0 has a span of its own, because no layer is before it."""
     inside = {index for run in runs for index in run.layers[1:]} - {1}
     starts = [index for index in range(layers) if index not in inside]
     return list(zip(starts, [*starts[1:], layers], strict=True))

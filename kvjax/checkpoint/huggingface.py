@@ -71,8 +71,8 @@ def load(
         slots; see `kvjax.parallel.sharding.fit`.
       rules: over which axes of the mesh each dimension is divided; None for the defaults of `kvjax.Rules`.
       host_weights: the share of the layers whose weights stay in host memory, see `kvjax.models.offload`.
-      weights: what the projections are quantised to, ``int8``, ``int4``, ``int2`` or a `kvjax.WeightCodes`; ``stored``
-        = the codes that the checkpoint has; None = exact, but for GPTQ and AWQ.
+      weights: ``int8``, ``int4``, ``int2`` or a `kvjax.WeightCodes`, to quantise the projections; ``stored``, to keep
+        the codes that the checkpoint has; None = exact, but for GPTQ and AWQ.
 
     Raises:
       CheckpointError: if there is no checkpoint, a file is damaged, a tensor holds NaN, or the tensors are not those of
@@ -144,6 +144,9 @@ def _load(
             if keep and source.coded is not None and quantize.can_be_codes(tensor.paths[0]):
                 parts = source.coded(config, tensor)
                 kept += parts is not None
+                if parts is not None and tensor.paths[0] == sharding.EMBEDDING:
+                    # Its dtype is that of the activations.
+                    parts = [dataclasses.replace(part, scale=part.scale.astype(target)) for part in parts]
             if parts is not None:
                 pass
             elif form is not None and quantized.is_stored(tensor, stored):

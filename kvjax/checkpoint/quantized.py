@@ -264,6 +264,12 @@ class Written(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
+def can_write(matrix: QuantizedMatrix) -> bool:
+    """Returns whether `written` takes a matrix."""
+    per_word = WORD // matrix.bits
+    return not np.issubdtype(matrix.zero.dtype, np.floating) and not any(size % per_word for size in matrix.shape)
+
+
 def written(tensor: names.Tensor, matrices: list[QuantizedMatrix]) -> dict[str, Written]:
     """Returns the tensors that hold a matrix in version 2 of GPTQ's format, by name; inverts `read`.
 

@@ -20,7 +20,7 @@ from kvjax.errors import CheckpointError
 from kvjax.models import families, generation_config
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
-from kvjax.parallel.sharding import EMBEDDING, Params, PyTree
+from kvjax.parallel.sharding import Params, PyTree
 from kvjax.products.quantized import dequantize, is_quantized
 
 SHARD_BYTES = 5_000_000_000  # maximum size of a safetensors file
@@ -55,11 +55,12 @@ def save(model: Model, folder: str | Path) -> None:
     """
     folder = Path(folder).expanduser().resolve()
     raw = families.write(model.config)
-    found = [(tensor, _parts(tensor, model.params)) for tensor in names.tensors(model.config)]
+    params = _writable(model.params)
+    found = [(tensor, _parts(tensor, params)) for tensor in names.tensors(model.config)]
     entries = [entry for tensor, parts in found for entry in _entries(tensor, parts)]
     raw |= {"dtype": entries[0].dtype, "torch_dtype": entries[0].dtype}
     if matrices := [part for _, parts in found for part in parts if is_quantized(part)]:
-        head = is_quantized(model.params.get("head", {}).get("kernel"))
+        head = is_quantized(params.get("head", {}).get("kernel"))
         raw["quantization_config"] = quantized.settings(matrices, head=head)
     files = _files(entries)
     pending = collections.deque(entry for own in files.values() for entry in own)
@@ -102,6 +103,23 @@ def _write(model: Model, folder: Path, raw: readers.Json, files: "Files", read_n
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def _writable(params: Params) -> Params:
+    """Returns parameters with an exact embedding, and an exact output head if GPTQ's format has no form for its codes.
+
+    The format has one number of bits, and no codes of embeddings.
+    """
+    tables: dict[str, dict[str, PyTree]] = {"embed": dict(params["embed"]), "head": dict(params.get("head", {}))}
+    if is_quantized(table := tables["embed"]["tokens"]):
+        tables["embed"]["tokens"] = dequantize(table, table.dtype).T
+    head: PyTree = tables["head"].get("kernel")
+    if is_quantized(head):
+        layers = {key: node for key, node in params.items() if key not in tables}
+        others = [leaf for leaf in jax.tree.leaves(layers, is_leaf=is_quantized) if is_quantized(leaf)]
+        if any(each.bits != head.bits for each in others) or not quantized.can_write(head):
+            tables["head"]["kernel"] = dequantize(head, head.dtype)
+    return {**params, **{name: table for name, table in tables.items() if table}}
+
+
 def _parts(tensor: names.Tensor, params: Params) -> list[PyTree]:
     """Returns the parameters that a tensor contains, on their devices."""
     parts = []
@@ -109,9 +127,6 @@ def _parts(tensor: names.Tensor, params: Params) -> list[PyTree]:
         node: PyTree = params
         for key in path:
             node = node.get(key) if hasattr(node, "get") else None
-        if tuple(path) == EMBEDDING and is_quantized(node):
-            # GPTQ's format has embeddings as they are.
-            node = dequantize(node, node.dtype).T
         shape = (tensor.stack, *shape) if tensor.stack else shape
         if node is None or getattr(node, "shape", None) != shape:
             found = "absent" if node is None else f"of shape {list(getattr(node, 'shape', []))}"

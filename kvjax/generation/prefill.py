@@ -162,7 +162,6 @@ def prepare(
     options: CacheOptions,
     last_fed: bool = True,
     pad_rows: bool = False,
-    loops: bool = True,
 ) -> Prepared:
     """Lowers a spec for a batch, on the current mesh. Warns if the model was not trained for so many positions.
 
@@ -175,8 +174,6 @@ def prepare(
       options: blocks of the prompt, limits and implementation.
       last_fed: see `kvjax.cache.planning.limits.sizes_for`.
       pad_rows: whether arrays have rows without a token where the mesh does not divide those of the batch.
-      loops: whether layers that are alike may run as loops. They do not where the model's parameters are traced, since
-        kvjax's own product with an index has no gradient.
 
     Raises:
       InputError: if the batch exceeds the limits, or the model has no rotary positions to place by rank.
@@ -196,14 +193,14 @@ def prepare(
     )  # fmt: skip
     lowered = lower(
         spec, model.config, sizes, prompt, implementation=options.implementation, platform=model.platform,
-        dtype=jax.tree.leaves(model.params)[0].dtype, totals=total,
+        dtype=model.dtype, totals=total,
     )  # fmt: skip
     # The prediction after the last token of a scored text is not used, so that its position does not matter.
     positions = total - 1 if last_fed else total
     warn_beyond_context(model.config, max_positions(lowered, prompt, positions, options.prefill_block))
     layout = lowered.layout
-    differentiated = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params))
-    if loops and not differentiated:
+    # kvjax's own product with an index has no gradient.
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params)):
         runs = layer_loop.possible_runs(model.config, model.params, layout.prompt, layout.decode)
         layout = dataclasses.replace(layout, runs=runs)
     return Prepared(layout, lowered.budgets, sizes.prompt, rows, options.implementation)

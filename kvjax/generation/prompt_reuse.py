@@ -59,9 +59,7 @@ def nbytes_of(model: Model, rows: int, width: int) -> int:
     config = model.config
     heads = config.num_layers * (config.num_heads + 2 * config.num_kv_heads)
     numbers = heads * config.head_dim + config.embed_size
-    return int(
-        rows * width * (numbers * jax.tree.leaves(model.params)[0].dtype.itemsize + np.dtype(np.float32).itemsize)
-    )
+    return int(rows * width * (numbers * model.dtype.itemsize + np.dtype(np.float32).itemsize))
 
 
 def _key(model: Model, tokens: np.ndarray, lengths: np.ndarray, layout: CacheLayout) -> Hashable:

@@ -97,7 +97,7 @@ def _choices(output: LayerOutput) -> tuple[Choice, ...]:
     return tuple(Choice(each.position, each.held, each.choice) for each in output.seen if each is not None)
 
 
-#: What layers compute besides their output, by the name of its collection of variables.
+#: Name of a collection of variables -> its values for a layer, from the output of the layer.
 COLLECTED: dict[str, Callable[[LayerOutput], PyTree]] = {
     PROJECTED: lambda output: output.projected,
     CHOICES: _choices,
@@ -374,7 +374,7 @@ class Decoder(nn.Module):
                 params, held = host_memory.after((self.variables["params"][f"layer_{index}"], arguments[1]), before)
                 before = x
                 output = self._run_layer(index, phase)(params, x, held, arguments[2], hint)
-            # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
+            # Flax discards these unless the caller makes "intermediates" mutable. Layers that loop have none.
             self.sow("intermediates", f"attention_{index}", output.seen)
             self.sow("intermediates", f"streams_{index}", output.streams)
             self._sow(index, self._collect(output))

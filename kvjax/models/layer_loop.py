@@ -26,7 +26,7 @@ from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import LayerRun, LayerRuns, LayerStack
 from kvjax.cache.state import Block, Layer, LayerKV
 from kvjax.errors import ConfigError
-from kvjax.kernels.decode.coded import other_codes
+from kvjax.kernels.decode import coded
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics import stack_slices
 from kvjax.parallel import host_memory
@@ -99,9 +99,10 @@ def _key(config: DecoderConfig, params: Params, groups: tuple[tuple[Group, ...],
 def _can_loop(group: Group, dim: int, dtype: jnp.dtype) -> bool:
     own = group.arrangement
     by_kernel = group.step_implementation is not None or group.attn_implementation != "xla"
-    # Slices of codes that kvjax's own products do not read would be copied in each step.
-    codecs = [codec for codec in group.codecs if codec is not None]
-    in_codes = _setting() != STACKED and any(other_codes(codec, dim, jnp.dtype(dtype)) for codec in codecs)
+    # Slices of codes that kvjax's own products do not read would be copied in each step. While the products are being
+    # built they are: a program that is compiled soon is worth more then.
+    reasons = [coded.refuses(codec, dim, dtype) for codec in group.codecs if codec is not None]
+    in_codes = _setting() != STACKED and any(reason not in (None, native.BUILDING) for reason in reasons)
     return not (by_kernel or in_codes or group.storage.on_host or own.borrows(group) or group.slot_axes)
 
 
@@ -181,7 +182,7 @@ class LoopOutput(NamedTuple):
       x: [B, n, hidden], after the last layer.
       entered: [B, n, hidden], the input of the last layer's attention.
       cache: of its layers.
-      collected: what `collect` returns of each layer, leaves [L, ...]; None without it.
+      collected: the results of `collect`, stacked over the layers, leaves [L, ...]; None without it.
     """
 
     x: Array

@@ -3,7 +3,8 @@
 Projections are stored [in, out], while most Hugging Face checkpoints have [out, in]; loading transposes them. XLA's
 products of several rows are faster so on some processors (17.4 GB/s instead of 11.0 at batch 8 on one EPYC) and slower
 on others (6.1 instead of 11.4 on a Xeon with AVX-512); kvjax's own form is as fast with either layout, see
-`kvjax.products`. Tables (embeddings, and an output head that is tied to one) are stored [rows, features].
+`kvjax.products`. Tables (embeddings, and an output head that is tied to one) are stored [rows, features]; as codes,
+[features, rows].
 """
 
 from collections.abc import Callable, Mapping

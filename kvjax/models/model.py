@@ -61,6 +61,11 @@ class Model:
         return ids or (() if eos is None else (eos,))
 
     @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the parameters that are not codes, of activations and of an exact cache."""
+        return np.dtype(self.params["embed"]["tokens"].dtype)
+
+    @property
     def platform(self) -> str:
         """The platform of the parameters: ``cpu``, ``gpu`` or ``tpu``."""
         leaf = jax.tree.leaves(self.params)[0]

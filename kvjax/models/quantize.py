@@ -155,8 +155,8 @@ def check(config: DecoderConfig, weights: WeightCodes | None) -> None:
     """Raises ConfigError if the output head is to be quantised and tied to the embedding."""
     if weights is not None and weights.head and config.tie_embeddings:
         raise ConfigError(
-            "the output head of this model is its embedding, which stays exact: tokens are looked up in it; leave out "
-            "head=True."
+            "the output head of this model is its embedding, in which tokens are looked up, and which is not "
+            "quantised; leave out head=True."
         )
 
 

@@ -525,6 +525,12 @@ ffi::Error RunVectorsOf(ffi::ThreadPool& pool, const ffi::Buffer<ffi::F32>& x, c
   if (layer && (*layer < 0 || *layer >= layers)) return ffi::Error::InvalidArgument("no such layer");
   if (static_cast<int64_t>(codes.element_count()) != count * layers * slots * bytes)
     return ffi::Error::InvalidArgument("codes of another number of caches");
+  const auto fits = [&](const auto& buffer, int64_t size) {
+    const int64_t all = buffer.element_count();
+    return all == 0 || all == count * size || all == count * layers * size;
+  };
+  if (!fits(scale, slots * groups) || !fits(zero, slots * groups) || !fits(used, 1))
+    return ffi::Error::InvalidArgument("numbers of another number of slots");
   const auto caches = [&](const auto& buffer, int64_t size) {
     const int64_t all = buffer.element_count();
     const bool stacked = layers > 1 && all == count * layers * size;

@@ -18,7 +18,7 @@ INDEXED_CODED_VECTORS = "kvjax_indexed_coded_vectors"
 
 @dataclasses.dataclass(frozen=True)
 class Indexed:
-    """The form of a custom call for slices of stacks, whose last operand is the index.
+    """The form of a custom call for slices of stacks; it has the index of the slices as one more, last operand.
 
     Attributes:
       target: its name.

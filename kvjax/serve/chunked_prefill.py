@@ -75,7 +75,7 @@ class InBlocks:
         self._done, self._decode_budget = 0, prompt.budgets.decode
         length, total = np.array([len(prompt.tokens)], np.int32), np.array([prompt.total], np.int32)
         self._progress = _empty(*model.place((length, total, prompt.budgets.prompt)), config=model.config,
-                                layout=layout, dtype=jax.tree.leaves(model.params)[0].dtype.name)  # fmt: skip
+                                layout=layout, dtype=model.dtype.name)  # fmt: skip
 
     def advance(self) -> Started | None:
         """Dispatches the next block; returns the prompt's state after the last one."""

@@ -165,7 +165,7 @@ class Prompts:
                 layout = lower(
                     self.spec, model.config, sizes, np.array([limits.prompt], np.int32),
                     implementation=self._implementation, platform=model.platform,
-                    dtype=jax.tree.leaves(model.params)[0].dtype,
+                    dtype=model.dtype,
                 ).layout  # fmt: skip
             others = next(iter(self._layouts.values()), layout)
             if layout.decode != others.decode:

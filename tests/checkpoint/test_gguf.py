@@ -273,10 +273,45 @@ def test_codes_are_kept(name, tmp_path):
     np.testing.assert_allclose(log_probabilities(kept, tokens), log_probabilities(exact, tokens), atol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_codes_in_narrow_dtypes(dtype, tmp_path):
+    raw, config, params = small("llama", **WIDE)
+    writer.write(tmp_path / "model.gguf", raw, folders.tensors(config, params), kinds=KINDS)
+    exact, kept = (kvjax.load(tmp_path / "model.gguf", dtype=dtype, weights=weights) for weights in (None, "stored"))
+    assert exact.dtype == kept.dtype == dtype
+    tokens = np.arange(12)[None]
+    reference = log_probabilities(kvjax.load(tmp_path / "model.gguf", dtype=jnp.float32), tokens)
+    error, least = (np.abs(log_probabilities(model, tokens) - reference).mean() for model in (kept, exact))
+    assert error < 3 * least
+    made, expected = (kvjax.generate(model, tokens, kvjax.policies.full(), max_new_tokens=3) for model in (kept, exact))
+    assert made.layout.dtype == expected.layout.dtype == np.dtype(dtype).name
+    assert made.layout.bytes(1) == expected.layout.bytes(1)
+    dtypes = [jax.tree.map(lambda leaf: str(leaf.dtype), run.state) for run in (made, expected)]
+    assert dtypes[0] == dtypes[1]
+
+
+def test_prompts_in_chunks_of_codes(tmp_path):
+    """A server's prompts in blocks have a cache of the model's dtype, not of its codes'."""
+    raw, config, params = small("llama", **WIDE)
+    writer.write(tmp_path / "model.gguf", raw, folders.tensors(config, params), kinds=KINDS)
+    exact, kept = (
+        kvjax.load(tmp_path / "model.gguf", dtype=jnp.float32, weights=weights) for weights in (None, "stored")
+    )
+    tokens = np.arange(1, 13)[None]
+    made, expected = (
+        kvjax.generate(model, tokens, kvjax.policies.full(), max_new_tokens=3, prefill_block=4)
+        for model in (kept, exact)
+    )
+    np.testing.assert_allclose(made.logprobs, expected.logprobs, atol=1e-3)
+    dtypes = [jax.tree.map(lambda leaf: str(leaf.dtype), run.state) for run in (made, expected)]
+    assert dtypes[0] == dtypes[1]
+
+
+@pytest.mark.parametrize("head", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # the latter's output head is its embedding
-def test_codes_are_saved(name, tmp_path):
+def test_codes_are_saved(name, head, tmp_path):
     raw, config, params = small(name, **{key: value for key, value in WIDE.items() if key in small(name)[0]})
-    kinds = dict.fromkeys(KINDS, "Q4_0") | {"token_embd": "Q8_0"}
+    kinds = dict.fromkeys(KINDS, "Q4_0") | {"token_embd": "Q8_0", "output.weight": head}
     writer.write(tmp_path / "model.gguf", raw, folders.tensors(config, params), kinds=kinds)
     kept = kvjax.load(tmp_path / "model.gguf", dtype=jnp.float32, weights="stored")
     assert is_quantized(kept.params["embed"]["tokens"])

@@ -37,5 +37,6 @@ def test_footprint_and_share_read_are_those_of_a_record(name):
     held = np.append(record.live.mean(axis=(1, 2, 3)) - 1, last)
     np.testing.assert_allclose(made.footprint, held.sum() / (PROMPT + np.arange(NEW)).sum())
     share = record.read.sum() / record.live.sum()
-    assert share <= made.read + 1e-6
+    # The share falls as slots are added; a page that is not full is read in part.
+    assert share <= made.read + 1e-6 and made.read < 1.3 * share
     assert (made.read < 1) == (name in ("quest", "infinigen"))

@@ -117,11 +117,11 @@ def refuses(codec: Codec, dim: int, dtype: DTypeLike) -> str | None:
       dim: their features.
       dtype: the model's.
     """
-    return other_codes(codec, dim, jnp.dtype(dtype)) or native.load(native.CODED_VECTORS)
+    return _other_codes(codec, dim, jnp.dtype(dtype)) or native.load(native.CODED_VECTORS)
 
 
 @functools.lru_cache(maxsize=1024)
-def other_codes(codec: Codec, dim: int, dtype: jnp.dtype) -> str | None:
+def _other_codes(codec: Codec, dim: int, dtype: jnp.dtype) -> str | None:
     """Returns why the codes of a codec are not those that `codes.codes_product` reads, or None.
 
     Args:
