@@ -70,8 +70,8 @@ def test_layers_as_a_loop():
     products.use("native")
     try:
         model = tiny(layers=4).model
-        # Runs of layers: all layers of h2o, two runs where the first two layers keep everything, none with codes.
-        for name, runs in (("h2o", 1), ("from_layer", 2), ("full int4", 0)):
+        # Runs of layers: all layers, of codes too, and two runs where the first two layers keep everything.
+        for name, runs in (("h2o", 1), ("from_layer", 2), ("full int4", 1)):
             spec = CacheSpec(policies.from_layer(policies.h2o(0.5), first=2)) if name == "from_layer" else SPECS[name]
             expected = run(model, spec)
             with kvjax.reuse_prompts(ROOM) as store:
