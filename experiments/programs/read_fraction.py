@@ -199,7 +199,7 @@ def _point(each: Contestant, tally: Tally, length: int) -> Point:
 
 
 def draw(points: Sequence[Point]) -> bytes:
-    """Draws recall of each task and perplexity against the share, and perplexity along the text, as a PNG."""
+    """Draws recall of each task and perplexity against the share as a PNG, and perplexity along a text of chunks."""
     from experiments.reports import plots
 
     names = list(dict.fromkeys(point.method for point in points))
@@ -207,7 +207,9 @@ def draw(points: Sequence[Point]) -> bytes:
     # There are fewer colors than methods.
     markers = dict(zip(names, itertools.cycle("os^Dv<>pX*P"), strict=False))
     full = next(point for point in points if point.method == "full")
-    figure, axes = plots.new_figure(len(full.recall) + 2, figsize=(4.2 * (len(full.recall) + 2), 4))
+    along = len(full.perplexity) > 2  # several chunks, and the whole text
+    columns = len(full.recall) + 1 + along
+    figure, axes = plots.new_figure(columns, figsize=(4.2 * columns, 4))
     evicting = {"h2o", "snapkv", "window"}
     panels = [*full.recall, "perplexity"]
 
@@ -227,6 +229,9 @@ def draw(points: Sequence[Point]) -> bytes:
         axis.minorticks_off()
         title = "perplexity of a text" if panel == "perplexity" else f"{panel}, exact answers (%)"
         plots.style(axis, title, "% of the slots read; kept where dashed")
+    if not along:
+        axes[0][-1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1))
+        return plots.png(figure)
     axes[0][0].legend(frameon=False, fontsize=8)
     last = axes[0][-1]
     for name in names:
