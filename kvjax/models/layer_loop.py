@@ -5,8 +5,8 @@ differ in data: they have matrices of weights by an index (`kvjax.products.Index
 budgets and caches in stacks (`kvjax.numerics.stack_slices`). Loops run on CPUs, where kvjax's own products read one of
 several matrices. On other platforms layers are unrolled, as are those that share arrays or have them in host memory.
 
-SmolLM2-135M with a full cache in int8, 2 rows of 512 tokens, two cores of an EPYC: a first `generate` takes 9 CPU seconds
-instead of 43, a step 26 ms instead of 31.
+SmolLM2-135M with a full cache in int8, 2 rows of 512 tokens, two cores of an EPYC: a first `generate` takes 9 CPU
+seconds instead of 43, a step 26 ms instead of 31.
 
 The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare. ``KVJAX_LAYER_LOOPS=stacked`` runs
 loops on every platform: each program stacks the weights, which takes their memory twice, and XLA copies the slices of
