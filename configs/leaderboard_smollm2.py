@@ -5,9 +5,8 @@ yours that the model has not learned by heart: --config.texts=ONE.txt,OTHER.txt,
 
 Paper: those of the caches; none has this model.
 Expected: experiments/measured/leaderboard/leaderboard.md.
-Hardware: a GPU and KVJAX_LAYER_LOOPS=stacked, with three or four workers (the command given as often): alone on an H200
-    a text of a cell takes two seconds, and its programs 18 s before; 16 workers at once take each other's memory. Or
-    two nights of two cores.
+Hardware: a GPU and KVJAX_LAYER_LOOPS=stacked, with a few workers (the command given as often). An H200 had too little
+    memory for 18 processes. The whole board has not been measured anywhere yet.
 Command: python -m experiments.leaderboard --config=leaderboard_smollm2 --config.texts=FILE,FILE
 """
 

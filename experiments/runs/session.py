@@ -82,7 +82,7 @@ class Outcome:
 def describe(model: Model, config: ModelConfig) -> str:
     """One line about a model; says so if its weights are random."""
     decoder = model.config
-    dtype = model.params["embed"]["tokens"].dtype
+    dtype = model.dtype
     size = f"{parameter_count(decoder) / 1e6:,.1f}M parameters"
     heads = f"{decoder.num_heads} heads" + (
         f" on {decoder.num_kv_heads} KV heads" if decoder.num_kv_heads != decoder.num_heads else ""

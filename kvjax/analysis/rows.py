@@ -90,7 +90,7 @@ class Span(NamedTuple):
 
 
 def bounds(layers: int, runs: LayerRuns) -> list[tuple[int, int]]:
-    """Returns (start, stop) of each `Span`. Layer 0 has a span of its own, because no layer is before it."""
+    """Returns (start, stop) of each `Span`. The first layer is always alone: there is none before it."""
     inside = {index for run in runs for index in run.layers[1:]} - {1}
     starts = [index for index in range(layers) if index not in inside]
     return list(zip(starts, [*starts[1:], layers], strict=True))

@@ -128,8 +128,9 @@ def decode_steps(
         # [B, 1]: padding for a row that has ended, which leaves its cache unchanged
         position = jnp.where(active, kv.length, -1)[:, None]
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
-        # [B, 1, E]
+        # [B, 1]
         token = jnp.maximum(carry.token, 0)[:, None]
+        # [B, 1, E]
         if recorded is None:
             x, kv = decoder.hidden(token, kv, block, phase)
         else:

@@ -56,7 +56,7 @@ def calibrate(model: Model, tokens: ArrayLike, storage: Storage, *, lengths: Arr
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     with model.on_mesh():
         samples = _samples(model, batch.tokens, batch.lengths, storage)
-        made = Calibration.of(storage, samples, model.config.rope, _dtype(model))
+        made = Calibration.of(storage, samples, model.config.rope, model.dtype)
         return made.replace(model=fingerprint(model))
 
 
@@ -78,7 +78,7 @@ def calibrated(model: Model, storage: Storage, calibration: Calibration | None) 
 def with_calibration(model: Model, storages: Sequence[Storage], calibration: Calibration | None) -> Model:
     """Returns what `calibrated` does, for the storage of each layer."""
     config = model.config
-    shape = (storages, config.num_kv_heads, config.head_dim, _dtype(model), config.rope)
+    shape = (storages, config.num_kv_heads, config.head_dim, model.dtype, config.rope)
     if calibration is None:
         if not any(map(required, storages)):
             return model
@@ -128,13 +128,9 @@ def fingerprint(model: Model) -> str | None:
     return found.hexdigest()[:DIGITS]
 
 
-def _dtype(model: Model) -> jnp.dtype:
-    return jnp.dtype(model.params["embed"]["tokens"].dtype)
-
-
 def _samples(model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Storage) -> Iterator[Samples]:
     """Yields the `Samples` of each layer; of one layer at a time there are keys and values."""
-    config, dtype = model.config, _dtype(model)
+    config, dtype = model.config, model.dtype
     ids, lengths = model.place((tokens, lengths.astype(np.int32)))
     block = _block(lengths, width=tokens.shape[1], layers=config.num_layers)
     x = _enter(model.params, ids, block, config=config)

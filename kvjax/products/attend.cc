@@ -160,14 +160,14 @@ ffi::Error RunAttendOf(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32> query, ffi::
 ffi::Error RunAttend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer key, ffi::AnyBuffer value,
                      ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> used, ffi::ResultBuffer<ffi::F32> output,
                      ffi::ResultBuffer<ffi::F32> lse, float scale) {
-  return RunAttendOf(pool, query, key, value, Caches(key), seen, used, output, lse, scale);
+  return RunAttendOf(pool, query, key, value, Caches(key.dimensions()), seen, used, output, lse, scale);
 }
 
 ffi::Error RunIndexedAttend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer key,
                             ffi::AnyBuffer value, ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> used,
                             ffi::Buffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> output,
                             ffi::ResultBuffer<ffi::F32> lse, float scale) {
-  return RunAttendOf(pool, query, key, value, Caches(key, *index.typed_data()), seen, used, output, lse, scale);
+  return RunAttendOf(pool, query, key, value, Caches(key.dimensions(), *index.typed_data()), seen, used, output, lse, scale);
 }
 
 }  // namespace

@@ -17,6 +17,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "caches.h"
 #include "vectors.h"
 
 namespace {
@@ -322,21 +323,19 @@ inline void OfRows(int64_t rows, const F& run) {
   if (r < rows) run(r, std::integral_constant<int, 1>{});
 }
 
-// The codes, scales or zeros of all caches: an array of them, or one layer of a stack [rows, layers, caches of a row, ...].
+// The codes, scales or zeros of all caches of a call.
 template <typename T>
-struct Caches {
-  const T* data;
-  int64_t size, of_row, layers, layer;
+struct Numbers {
+  const T* data;  // null without any
+  Caches caches;
 
-  // Those of one cache; null without any.
-  const T* operator()(int64_t i) const {
-    return data ? data + ((i / of_row * layers + layer) * of_row + i % of_row) * size : nullptr;
-  }
+  // Those of one cache.
+  const T* operator()(int64_t i) const { return data ? data + caches.begin(i) : nullptr; }
 };
 
 template <class L>
 void OfVectors(ffi::ThreadPool& pool, const L& levels, const Vectors& of, const float* x,
-               const Caches<uint8_t>& codes, const Caches<float>& scale, const Caches<float>& zero,
+               const Numbers<uint8_t>& codes, const Numbers<float>& scale, const Numbers<float>& zero,
                const int32_t* used, float* y, int64_t count, int64_t rows, bool transposed) {
   const int64_t parts = (of.slots + kPart - 1) / kPart;
   // The end of what is read of a part of a cache. Whole tiles, so that a slot is always computed in the same way.
@@ -511,39 +510,37 @@ ffi::Error RunVectorsOf(ffi::ThreadPool& pool, const ffi::Buffer<ffi::F32>& x, c
                         ffi::ResultBuffer<ffi::F32>& y, int64_t bits, std::string_view kind, int64_t groups,
                         bool transposed, const int32_t* layer) {
   if (y->element_count() == 0) return ffi::Error::Success();
-  const auto shape = codes.dimensions();
-  const size_t rank = shape.size();
-  if (rank < (layer ? 4u : 2u)) return ffi::Error::InvalidArgument("codes of too few dimensions");
-  const int64_t count = x.dimensions()[0], slots = shape[rank - 2], bytes = shape[rank - 1], rows = x.dimensions()[1];
+  const auto of_layer = [&](const auto& buffer) {
+    const bool stacked = layer && buffer.dimensions().size() == codes.dimensions().size();
+    return stacked ? Caches(buffer.dimensions(), *layer) : Caches(buffer.dimensions());
+  };
+  const Caches all = of_layer(codes);
+  if (!all.known) return ffi::Error::InvalidArgument("no such layer");
+  const int64_t count = all.count, slots = all.slots, bytes = all.dim, rows = x.dimensions()[1];
   const int64_t dim = transposed ? x.dimensions()[2] : y->dimensions()[2];
   if (rows > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
+  if (x.dimensions()[0] != count) return ffi::Error::InvalidArgument("rows of another number of caches");
+  if (used.element_count() && static_cast<int64_t>(used.element_count()) != count)
+    return ffi::Error::InvalidArgument("slots in use of another number of caches");
+  const auto numbers = [&](const ffi::Buffer<ffi::F32>& buffer) {
+    return buffer.element_count() ? Numbers<float>{buffer.typed_data(), of_layer(buffer)}
+                                  : Numbers<float>{nullptr, all};
+  };
+  const Numbers<float> scales = numbers(scale), zeros = numbers(zero);
+  for (const auto* each : {&scales, &zeros}) {
+    const Caches& own = each->caches;
+    if (each->data && !(own.known && own.count == count && own.slots == slots && own.dim == groups))
+      return ffi::Error::InvalidArgument("scales or zeros of other caches");
+  }
   if (slots == 0) {
     std::memset(y->typed_data(), 0, y->element_count() * sizeof(float));
     return ffi::Error::Success();
   }
-  const int64_t layers = layer ? shape[1] : 1;
-  if (layer && (*layer < 0 || *layer >= layers)) return ffi::Error::InvalidArgument("no such layer");
-  if (static_cast<int64_t>(codes.element_count()) != count * layers * slots * bytes)
-    return ffi::Error::InvalidArgument("codes of another number of caches");
-  const auto fits = [&](const auto& buffer, int64_t size) {
-    const int64_t all = buffer.element_count();
-    return all == 0 || all == count * size || all == count * layers * size;
-  };
-  if (!fits(scale, slots * groups) || !fits(zero, slots * groups) || !fits(used, 1))
-    return ffi::Error::InvalidArgument("numbers of another number of slots");
-  const auto caches = [&](const auto& buffer, int64_t size) {
-    const int64_t all = buffer.element_count();
-    const bool stacked = layers > 1 && all == count * layers * size;
-    return Caches<std::remove_pointer_t<decltype(buffer.typed_data())>>{
-        all ? buffer.typed_data() : nullptr, size, stacked ? count / shape[0] : 1, stacked ? layers : 1,
-        stacked ? *layer : 0};
-  };
   const int64_t group_bytes = bytes / groups;
   const Vectors of{slots, dim, bytes, groups, group_bytes, 8 / bits, (group_bytes + kLanes - 1) / kLanes * kLanes};
   return WithLevels(bits, kind, levels.typed_data(), levels.element_count(), [&](const auto& each) {
-    OfVectors(pool, each, of, x.typed_data(), caches(codes, slots * bytes), caches(scale, slots * groups),
-              caches(zero, slots * groups), used.element_count() ? used.typed_data() : nullptr, y->typed_data(), count,
-              rows, transposed);
+    OfVectors(pool, each, of, x.typed_data(), Numbers<uint8_t>{codes.typed_data(), all}, scales, zeros,
+              used.element_count() ? used.typed_data() : nullptr, y->typed_data(), count, rows, transposed);
   });
 }
 

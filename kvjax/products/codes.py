@@ -102,7 +102,6 @@ def codes_product(x: Array, vectors: Affine, *, transposed: bool, used: Array | 
         # [*batch, S, groups] or [0]
         if given is None:
             return jnp.zeros((0,), jnp.float32)
-        assert given.shape == (*batch, slots, vectors.groups), f"{given.shape}, not {(*batch, slots, vectors.groups)}"
         return given.astype(jnp.float32)
 
     result = jax.ShapeDtypeStruct((count, rows, slots if transposed else vectors.dim), jnp.float32)

@@ -36,7 +36,7 @@ INDEXED = {
     ATTEND: Indexed(INDEXED_ATTEND, (1, 2)),
     CODED_VECTORS: Indexed(INDEXED_CODED_VECTORS, (1,), optional=(2, 3)),
 }
-HEADERS = tuple(FOLDER / name for name in ("vectors.h", "slots.h"))
+HEADERS = tuple(FOLDER / name for name in ("vectors.h", "caches.h", "slots.h"))
 # Whether a product and a sum are rounded as one is said by the code: see Fma in vectors.h.
 _SHARED_FLAGS = ("-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w")
 FLAGS = ("-O3", "-march=native", *_SHARED_FLAGS)

@@ -245,13 +245,13 @@ ffi::Error RunSlotsOf(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32> x, ffi::AnyBu
 
 ffi::Error RunSlots(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> used,
                     ffi::ResultBuffer<ffi::F32> y, bool transposed) {
-  return RunSlotsOf(pool, x, w, Caches(w), used, y, transposed);
+  return RunSlotsOf(pool, x, w, Caches(w.dimensions()), used, y, transposed);
 }
 
 ffi::Error RunIndexedSlots(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
                            ffi::Buffer<ffi::S32> used, ffi::Buffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> y,
                            bool transposed) {
-  return RunSlotsOf(pool, x, w, Caches(w, *index.typed_data()), used, y, transposed);
+  return RunSlotsOf(pool, x, w, Caches(w.dimensions(), *index.typed_data()), used, y, transposed);
 }
 
 }  // namespace

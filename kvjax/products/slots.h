@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "caches.h"
 #include "vectors.h"
 
 namespace {
@@ -33,35 +34,6 @@ constexpr int64_t kMaxKeyRows = 4;
 // Of the vectors of a cache: slots that one thread takes at a time, and columns whose sums are in registers.
 constexpr int64_t kSlots = 256;
 constexpr int kVectors = 4;
-
-// Where the caches of a call lie: all of w [B, ..., slots, dim], or those of one layer of w [B, layers, ..., slots, dim].
-struct Caches {
-  explicit Caches(const ffi::AnyBuffer& w) : Caches(w.dimensions(), 1, 0) {}
-  Caches(const ffi::AnyBuffer& w, int64_t layer) : Caches(w.dimensions(), LayersOf(w.dimensions()), layer) {}
-
-  // The first number of a cache.
-  int64_t begin(int64_t i) const { return ((i / of_row * layers + layer) * of_row + i % of_row) * slots * dim; }
-
-  // Whether the layer is one of the array's.
-  bool known;
-  int64_t count = 0, slots = 0, dim = 0;
-
- private:
-  static int64_t LayersOf(ffi::Span<const int64_t> shape) { return shape.size() > 1 ? shape[1] : 0; }
-
-  Caches(ffi::Span<const int64_t> shape, int64_t layers, int64_t layer) : of_row(1), layers(layers), layer(layer) {
-    const size_t rank = shape.size();
-    known = rank >= (layers == 1 && layer == 0 ? 2u : 4u) && 0 <= layer && layer < layers;
-    if (!known) return;
-    slots = shape[rank - 2], dim = shape[rank - 1], count = 1;
-    for (size_t i = 0; i + 2 < rank; i++) count *= shape[i];
-    count /= layers;
-    for (size_t i = 1; i + 2 < rank; i++) of_row *= shape[i];
-    of_row = std::max<int64_t>(of_row / layers, 1);
-  }
-
-  int64_t of_row, layers, layer;
-};
 
 // R rows of y for C outputs: dot products of rows of x with rows of W. The first rows of x ask for the next ones of W.
 template <int R, int C, bool First, typename W>

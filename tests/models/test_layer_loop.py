@@ -38,6 +38,10 @@ SPECS = {
     "rotated": CacheSpec(policies.full(), storage=examples.held("rotated")),
     "kivi": CacheSpec(policies.full(), storage=examples.held("kivi")),
     "think": CacheSpec(policies.full(), storage=examples.held("think")),
+    "heads differ, int4": CacheSpec(
+        policies.split_heads(((True, False),) * LAYERS, policies.h2o(0.5), policies.tova(0.5)),
+        storage=examples.held("int4"),
+    ),
     "quest": CacheSpec(policies.full(), selection=examples.chosen("quest")),
     "infinigen": CacheSpec(policies.full(), selection=examples.chosen("infinigen")),
     "layers differ": CacheSpec(policies.from_layer(policies.h2o(0.5), first=2)),

@@ -30,11 +30,24 @@ def by_platform(x, slots, new):
     return lax.platform_dependent(x, tpu=lambda x: x * 0, default=lambda x: write(x, slots, new))
 
 
+def by_data(x, slots, new):
+    """Alternatives of which one reads the stack."""
+    return lax.cond(slots[0, 0, 0] == 1, lambda x: x * 2 + new[0, 0, 0], lambda x: x - 1, x)
+
+
+def written_by_data(x, slots, new):
+    return lax.cond(slots[0, 0, 0] == 1, lambda x: write(x, slots, new), lambda x: x, x)
+
+
+def padded_by_nothing(x, slots, new):
+    return written(jnp.pad(x, ((0, 0),) * x.ndim), slots, new)
+
+
 def jitted(x, slots, new):
     return jax.jit(written)(lax.stop_gradient(x), slots, new)
 
 
-@pytest.mark.parametrize("function", [written, read, by_platform, jitted])
+@pytest.mark.parametrize("function", [written, read, by_platform, by_data, written_by_data, padded_by_nothing, jitted])
 @pytest.mark.parametrize("index", [0, LAYERS - 1])
 def test_the_result_is_that_of_an_array(stack, function, index):
     # [B, K, 1]; the last head's is out of bounds, and dropped

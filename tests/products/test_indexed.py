@@ -7,6 +7,7 @@ import pytest
 
 from kvjax.numerics import stack_slices
 from kvjax.products import IndexedMatrix, native, product
+from kvjax.products.codes import Affine, codes_product
 from kvjax.products.used_slots import attend_slots, slots_product
 
 LAYERS = 3
@@ -14,7 +15,7 @@ LAYERS = 3
 
 @pytest.fixture(autouse=True)
 def _built():
-    for target in (native.INDEXED_PRODUCT, native.ATTEND):
+    for target in (native.INDEXED_PRODUCT, native.ATTEND, native.CODED_VECTORS):
         if reason := native.load(target):
             pytest.skip(reason)
 
@@ -76,3 +77,51 @@ def test_caches_of_a_layer_that_is_not_there_are_an_error():
         jax.block_until_ready(
             stack_slices.call(lambda x: slots_product(normal(1, 2, 1, 16), x, used, True, jnp.float32), piece)
         )
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("batch", "layers", "index"), [(2, 3, 0), (2, 3, 2), (1, 3, 1), (2, 1, 0)])
+@pytest.mark.parametrize("scales", ["stacks", "arrays", "none"])
+def test_codes_are_those_of_their_layer(batch, layers, index, scales, transposed):
+    heads, slots, dim, groups = 3, 70, 32, 2
+    rng = np.random.default_rng(0)
+    # [B, L, K, S, bytes]; [B, L, K, S, groups]
+    codes = jnp.asarray(rng.integers(0, 256, (batch, layers, heads, slots, dim // 2)), jnp.uint8)
+    numbers = [normal(batch, layers, heads, slots, groups, seed=seed) for seed in (1, 2)]
+    numbers = [] if scales == "none" else numbers
+    used = jnp.asarray(rng.integers(0, slots + 1, (batch, heads)), jnp.int32)
+    x = normal(batch, heads, 2, dim if transposed else slots)
+    if not transposed:
+        x = jnp.where(jnp.arange(slots) < used[..., None, None], x, 0)
+
+    def run(codes, *numbers):
+        named = dict(zip(("scale", "zero"), numbers, strict=False))
+        return codes_product(x, Affine(codes=codes, bits=4, dim=dim, **named), transposed=transposed, used=used)
+
+    def piece(x, name):
+        return stack_slices.Slice(x, jnp.int32(index), name)
+
+    given = [piece(each, str(i)) if scales == "stacks" else each[:, index] for i, each in enumerate(numbers)]
+    made = stack_slices.call(run, piece(codes, "codes"), *given)
+    expected = run(codes[:, index], *(each[:, index] for each in numbers))
+    np.testing.assert_array_equal(made, expected)
+    text = str(jax.make_jaxpr(lambda codes: stack_slices.call(run, piece(codes, "codes"), *given))(codes))
+    assert text.count(native.INDEXED_CODED_VECTORS) == 1 and "dynamic_slice" not in text
+
+
+def test_codes_of_a_layer_that_is_not_there_are_an_error():
+    codes = jnp.zeros((1, LAYERS, 2, 8, 16), jnp.uint8)
+    piece = stack_slices.Slice(codes, jnp.int32(LAYERS), "x")
+    with pytest.raises(Exception, match="no such layer"):
+        jax.block_until_ready(stack_slices.call(
+            lambda x: codes_product(normal(1, 2, 1, 16), Affine(codes=x, bits=8, dim=16), transposed=True), piece
+        ))  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 7, 1), (1, 1, 8, 1), (1, 2, 8, 2)])
+def test_scales_of_other_caches_are_an_error(shape):
+    vectors = Affine(
+        codes=jnp.zeros((1, 2, 8, 16), jnp.uint8), scale=jnp.ones((1, 2, 8, 1)), zero=jnp.ones(shape), bits=8, dim=16
+    )
+    with pytest.raises(Exception, match="scales or zeros of other caches"):
+        jax.block_until_ready(codes_product(normal(1, 2, 1, 16), vectors, transposed=True))
