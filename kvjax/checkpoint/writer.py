@@ -108,10 +108,12 @@ def _writable(params: Params) -> Params:
 
     The format has one number of bits, and no codes of embeddings.
     """
-    tables: dict[str, dict[str, PyTree]] = {"embed": dict(params["embed"]), "head": dict(params.get("head", {}))}
-    if is_quantized(table := tables["embed"]["tokens"]):
-        tables["embed"]["tokens"] = dequantize(table, table.dtype).T
+    # Parameters that are absent are reported with their names later, by `_parts`.
+    tables: dict[str, dict[str, PyTree]] = {name: dict(params.get(name, {})) for name in ("embed", "head")}
+    embedding: PyTree = tables["embed"].get("tokens")
     head: PyTree = tables["head"].get("kernel")
+    if is_quantized(embedding):
+        tables["embed"]["tokens"] = dequantize(embedding, embedding.dtype).T
     if is_quantized(head):
         layers = {key: node for key, node in params.items() if key not in tables}
         others = [leaf for leaf in jax.tree.leaves(layers, is_leaf=is_quantized) if is_quantized(leaf)]

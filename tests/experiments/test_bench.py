@@ -472,11 +472,11 @@ def test_serve(tmp_path):
 
 @needs("gguf")
 def test_gguf(tmp_path):
-    from tests.checkpoint import test_gguf
+    from tests.checkpoint import test_gguf_codes as gguf
 
     path = tmp_path / "model.gguf"
-    raw, config, params = test_gguf.small("llama", **test_gguf.WIDE)
-    test_gguf.writer.write(path, raw, test_gguf.folders.tensors(config, params), kinds=test_gguf.KINDS)
+    raw, config, params = gguf.small("llama", **gguf.WIDE)
+    gguf.writer.write(path, raw, gguf.folders.tensors(config, params), kinds=gguf.KINDS)
     arguments = ("--against=none", "--policies=h2o", "--batch=2", "--context=16", "--budget=0.5")
     rows = bench(tmp_path, "gguf", f"--model={path}", *arguments)
     assert [(row["work"], row["side"]) for row in rows] == [
