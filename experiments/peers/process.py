@@ -83,15 +83,15 @@ class PeerProcess:
     def decode(self, work: Work) -> dict[str, tuple[Iterator[float], int]]:
         """Sides, with the slots that a step attends to."""
         slots: Mapping[str, int] = self._ask("decode", work)
-        return {kind: (self._rounds(kind), count) for kind, count in slots.items()}
+        return {kind: (self._rounds("decode", kind), count) for kind, count in slots.items()}
 
     def prefill(self, prompt: np.ndarray) -> dict[str, Iterator[float]]:
         """Sides, each of which takes a prompt [B, T] in one call."""
-        return {kind: self._rounds(kind) for kind in self._ask("prefill", prompt)}
+        return {kind: self._rounds("prefill", kind) for kind in self._ask("prefill", prompt)}
 
-    def _rounds(self, kind: str) -> Iterator[float]:
+    def _rounds(self, work: str, kind: str) -> Iterator[float]:
         while True:
-            yield self._ask("next", kind)
+            yield self._ask("next", work, kind)
 
     def _ask(self, *request: Any) -> Foreign:
         try:
@@ -109,7 +109,8 @@ class PeerProcess:
 
 def serve(name: str, folder: str, connection: Connection) -> None:
     """Answers a parent's requests until it closes its end."""
-    sides: dict[str, Iterator[float]] = {}
+    # By the work too: decoding and prompts have sides of the same names.
+    sides: dict[tuple[str, str], Iterator[float]] = {}
     peer: Any = None
 
     def answer(method: str, *arguments: Any) -> Foreign:
@@ -118,13 +119,14 @@ def serve(name: str, folder: str, connection: Connection) -> None:
             peer = PEERS[name].load(folder)
             return None
         if method == "next":
-            return next(sides[arguments[0]])
+            work, kind = arguments
+            return next(sides[work, kind])
         made = getattr(peer, method)(*arguments)
         if method == "decode":
-            sides.update({kind: side for kind, (side, _) in made.items()})
+            sides.update({(method, kind): side for kind, (side, _) in made.items()})
             return {kind: slots for kind, (_, slots) in made.items()}
         if method == "prefill":
-            sides.update(made)
+            sides.update({(method, kind): side for kind, side in made.items()})
             return list(made)
         return made
 

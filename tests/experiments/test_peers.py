@@ -33,6 +33,8 @@ PEER = """
         def prefill(self, prompt):
             if prompt.shape[1] == 2:
                 os._exit(3)
+            if prompt.shape[1] == 1:
+                return {"one": itertools.count(100.0)}
             raise ValueError("too long")
 
     peers.PEERS["made"] = peers.Peer(("llama",), Made)
@@ -58,6 +60,8 @@ def test_answers_cross_and_failures_are_named(started, capfd):
         with pytest.raises(ConfigError, match="made failed: ValueError: too long"):
             peer.prefill(np.zeros((1, 3), int))
         assert next(sides["two"][0]) == 4.0, "it goes on after a failure"
+        prompts = peer.prefill(np.zeros((1, 1), int))
+        assert [next(prompts["one"]), next(sides["one"][0])] == [100.0, 5.0], "sides of one name, but of other work"
         with pytest.raises(ConfigError, match="made has ended with status 3"):
             peer.prefill(np.zeros((1, 2), int))
     assert peer.process.returncode == 3
