@@ -1,4 +1,9 @@
-"""Builds distributions of kvjax: setuptools, and in wheels for x86-64 Linux the C++ libraries of its products.
+"""Builds distributions of kvjax: setuptools, with the configs of experiments in wheels, and in wheels for x86-64 Linux
+the C++ libraries of its products.
+
+A clone has the configs in a folder of its own. A wheel has them as data of the package `experiments`: installed beside
+it, they would take the name ``configs`` from every other package, and a mapping of setuptools (``package-dir``) would
+turn an editable install into an import hook; see pyproject.toml.
 
 A wheel that is built where there is a C++ compiler brings the libraries, so that the first use does not wait for them;
 one that is built elsewhere brings their sources alone, and so does an editable install. ``CXX`` names the compiler, and
@@ -27,8 +32,10 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
 )
+from setuptools.command.build_py import build_py
 
 __all__ = [
+    "BuildPy",
     "build_editable",
     "build_sdist",
     "build_wheel",
@@ -40,8 +47,22 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
+CONFIGS, PACKAGE = "configs", "experiments"  # the folder in a clone, and the package that has it in a wheel
 HEADERS = "jax>=0.10.2"  # has the headers of custom calls
 TAG = "linux_x86_64"
+
+
+class BuildPy(build_py):
+    """Copies the packages into a wheel, and the configs; pyproject.toml names it."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # the package is the clone's, whose configs lie beside it
+            return
+        folder = Path(self.build_lib) / PACKAGE / CONFIGS
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted((ROOT / CONFIGS).glob("*.py")):
+            shutil.copyfile(path, folder / path.name)
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
@@ -74,7 +95,7 @@ def _libraries() -> Iterator[bool]:
     """Builds the libraries beside their sources, where setuptools finds them, and removes them afterwards."""
     compiler, known = _compiler(), _known()
     # setuptools adds to a wheel what an earlier build has left in its folder.
-    for folder in (known.PREBUILT_FOLDER, ROOT / "build" / "lib" / known.PREBUILT_FOLDER.relative_to(ROOT)):
+    for folder in (known.PREBUILT_FOLDER, ROOT / "build" / "lib"):
         shutil.rmtree(folder, ignore_errors=True)
     try:
         yield compiler is not None and _build(compiler, known)

@@ -17,14 +17,15 @@ JOINED = " + "  # between the parts of a cache in one text, as in the name of a 
 @dataclasses.dataclass
 class ModelConfig:
     """Attributes:
-    path: a checkpoint folder or a Hugging Face hub id; None = random weights.
-    shape: a decoder of `kvjax.models.shapes`: for random weights, and for what a model needs before it is loaded.
-    dtype: of the weights and the cache; None = float32 on a CPU, bfloat16 elsewhere.
-    skew: a file of `experiments.skew`, for selections that guess; None = no skew.
-    calibration: a file of `kvjax.calibrate`, for storages that need one; None = made from a story that is generated.
-    host_weights: the share of the layers whose weights are in host memory, 0 to 1.
-    weights: as text, int8, int4 or int4(group=128, head=true), to quantise the projections; stored, to keep the codes
-      that the checkpoint has; None = exact.
+    path: a checkpoint folder, a GGUF file, a Hugging Face hub id or kvjax-tiny; none = random weights.
+    shape: the shape of a known decoder, such as opt-30b: for random weights, and for plans of a model that is not here.
+    dtype: the dtype of the weights and the cache; none = float32 on a CPU, bfloat16 elsewhere.
+    skew: a file that `experiments.skew` wrote, for selections that guess the query; none = no skew.
+    calibration: a file that `experiments.calibrate` wrote, for storages that need one; none = the calibration is made
+      from a generated story.
+    host_weights: the share of the layers whose weights are in host memory, from 0 to 1.
+    weights: the codes to quantise the projections to, such as int8, int4 or int4(group=128, head=true); stored = keep
+      the codes of the checkpoint; none = exact weights.
     """
 
     path: OptionalText = None
@@ -39,12 +40,12 @@ class ModelConfig:
 @dataclasses.dataclass
 class PolicyConfig:
     """Attributes:
-    name: a policy as text (`kvjax.specs.parse`): h2o, roco(guard=4), FILE.py:factory.
-    budget: slots per KV head (int), or a fraction of each row's prompt (float in (0, 1]).
-    recent: as in the policy's factory; None = its default.
-    sinks: likewise.
-    positions: likewise.
-    group_reduce: likewise.
+    name: a policy, such as h2o, roco(guard=4) or FILE.py:factory.
+    budget: the number of slots per KV head (256), or a fraction of each row's prompt, with a decimal point (0.2).
+    recent: the number of newest tokens that are protected; none = the policy's default.
+    sinks: the number of first tokens that are protected; none = the policy's default.
+    positions: the positions that keys are rotated to, original or cache; none = the policy's default.
+    group_reduce: the reduction over the query heads of a KV head, mean or max; none = the policy's default.
     """
 
     name: Text = "h2o"
@@ -58,12 +59,12 @@ class PolicyConfig:
 @dataclasses.dataclass
 class DataConfig:
     """Attributes:
-    text: a text file, cut into `num_sequences` rows; None = a text that the project generates.
-    prompt: continue this prompt instead (no perplexity: there is no true continuation).
-    num_sequences: rows.
-    prompt_length: tokens of each row that are the prompt.
-    new_tokens: tokens that are scored, and generated.
-    chunk: tokens of the parts of the continuation whose perplexity is reported by itself; None = no parts.
+    text: a text file, cut into num_sequences rows; none = a generated text.
+    prompt: a prompt to continue instead of a text; there is no true continuation, so no perplexity.
+    num_sequences: the number of rows.
+    prompt_length: the number of tokens of each row that are its prompt.
+    new_tokens: the number of tokens that are scored, and generated.
+    chunk: the number of tokens of the parts of the continuation whose perplexity is also reported; none = no parts.
     """
 
     text: OptionalText = None
@@ -77,12 +78,12 @@ class DataConfig:
 @dataclasses.dataclass
 class RecallConfig:
     """Attributes:
-    tasks: of `experiments.tasks.recall`; none = no recall is measured.
-    prompts: of each task.
-    length: tokens of a prompt.
-    nearest: the fewest tokens from the fact that is asked for to the end of its prompt.
-    farthest: the most.
-    difficulty: as the task counts it; None = its default.
+    tasks: recall tasks, such as passkey,multi_key,associative,copy,variable; none = no recall is measured.
+    prompts: the number of prompts of each task.
+    length: the number of tokens of a prompt.
+    nearest: the smallest distance, in tokens, from the fact that is asked for to the end of its prompt.
+    farthest: the largest such distance.
+    difficulty: the difficulty, in the task's own unit; none = the task's default.
     """
 
     tasks: Names = ()
@@ -96,12 +97,12 @@ class RecallConfig:
 @dataclasses.dataclass
 class TasksConfig:
     """Attributes:
-    names: tasks as text (`experiments.tasks.registry`): copa(shots=5), needle(lengths=(256, 512)), FILE.jsonl; none =
+    names: tasks of local files (docs/tasks.md), such as copa(shots=5), needle(lengths=(256, 512)) or FILE.jsonl; none =
       no task is run.
-    folder: of the published files, with the folders tasks and summarization, or what these hold.
-    questions: the most questions of a task; None = all.
-    rows: questions that are answered at once.
-    least_slots: slots that are kept of contexts of which a budget that is a fraction keeps fewer.
+    folder: the folder of the published files; it contains the folders tasks and summarization, or their contents.
+    questions: the largest number of questions of a task; none = all.
+    rows: the number of questions that are answered in one batch.
+    least_slots: the smallest number of slots that a budget given as a fraction keeps.
     """
 
     names: Names = ()
@@ -114,24 +115,25 @@ class TasksConfig:
 @dataclasses.dataclass
 class ExperimentConfig:
     """Attributes:
-    name: names the results.
-    model: what runs.
-    policy: what the cache keeps.
-    storage: how the policy's slots are held, as text (`kvjax.specs.parse`): int4(residual=32), FILE.py:factory.
-    selection: which of these slots a query reads, as text: quest(page=16, budget=512), FILE.py:factory.
-    baselines: caches to compare with, under the same budget: a policy, held as it is and read whole, or with a storage
-      and a selection of its own, ``full + int8``; agreement is measured against ``full`` if it is here.
+    name: the name of the results.
+    model: the model that runs.
+    policy: which slots the cache keeps.
+    storage: how the policy's slots are held, such as int4(residual=32) or FILE.py:factory.
+    selection: which of these slots a query reads, such as quest(page=16, budget=512) or FILE.py:factory.
+    baselines: caches to compare with, under the same budget: a policy, or a policy with a storage or a selection, as in
+      full + int8; agreement is measured against full if it is among them.
     data: the text.
     recall: the recall tasks.
     tasks: tasks of local files, and others whose context may be compressed before its question is known.
-    mesh: ``data:2,model:4``, or nothing for one device.
-    rules: over which axes of the mesh dimensions are divided where not as in `kvjax.Rules`: mlp=model,vocab=none.
-    prefill_block: tokens of a block of the prompt; None = all of it in one shot.
-    implementation: of attention and eviction, auto, xla, pallas_tpu or pallas_gpu; see `kvjax.attention`.
-    repeats: timed repetitions, of which the fastest counts; 0 = nothing is timed, and as many caches as there are
-      processors are measured at the same time.
-    seed: of random weights, of the generated text, of the recall tasks and of generated tasks.
-    output: the folder in which a run makes its own.
+    mesh: the mesh of devices, such as data:2,model:4; empty = one device.
+    rules: the axes of the mesh that dimensions are divided over, where other than in `kvjax.Rules`, such as
+      mlp=model,vocab=none.
+    prefill_block: the number of tokens of a block of the prompt; none = the whole prompt in one block.
+    implementation: the implementation of attention and eviction: auto, xla, pallas_tpu or pallas_gpu.
+    repeats: the number of timed repetitions, of which the fastest counts; 0 = nothing is timed, and as many caches as
+      there are processors are measured at the same time.
+    seed: the seed of random weights, of the generated text and of generated tasks.
+    output: the folder in which a run makes its own folder.
     """
 
     name: Text = "experiment"

@@ -1,15 +1,18 @@
 """Configs are dataclasses: the kinds of their fields, overrides by dotted path, and configs found by name.
 
-``--config=h2o_tiny`` finds configs/h2o_tiny.py; ``--config.policy.budget=0.1`` overrides one field, checked by the kind
-that its annotation names.
+``--config=h2o_tiny`` finds configs/h2o_tiny.py, which is beside this package in a clone and in it where a wheel is
+installed; ``--config.policy.budget=0.1`` overrides one field, checked by the kind that its annotation names.
 """
 
 import copy
 import dataclasses
+import functools
 import importlib.util
+import inspect
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -18,7 +21,9 @@ from kvjax.arguments import closest, did_you_mean
 from kvjax.errors import ConfigError
 from kvjax.typing import IMPLEMENTATIONS, Implementation, JsonObject
 
-FOLDER = Path(__file__).resolve().parent.parent / "configs"
+_PACKAGE = Path(__file__).resolve().parent
+# A wheel has the configs in this package (backend/kvjax_build.py): "configs" may be anything else beside it.
+FOLDER = next(filter(Path.is_dir, (_PACKAGE / "configs", _PACKAGE.parent / "configs")), _PACKAGE / "configs")
 
 # The kinds of fields: what a value is in Python, and how an error describes what the command line accepts.
 Count = Annotated[int, "a whole number of at least 1"]
@@ -180,6 +185,30 @@ def leaves(cls: Config, prefix: str = "") -> list[str]:
         inner = dataclasses.is_dataclass(field.type)
         found += leaves(field.type, f"{prefix}{field.name}.") if inner else [prefix + field.name]
     return found
+
+
+def meanings(cls: Config, prefix: str = "") -> dict[str, str]:
+    """Returns the text of every leaf that the docstrings of the dataclasses describe, by dotted path."""
+    described = _attributes(cls)
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            found |= meanings(field.type, f"{prefix}{field.name}.")
+        elif field.name in described:
+            found[prefix + field.name] = described[field.name]
+    return found
+
+
+def _attributes(cls: type) -> dict[str, str]:
+    """Returns the entries of the section "Attributes" of a docstring; continuation lines are indented."""
+    _, _, section = (inspect.getdoc(cls) or "").partition("Attributes:\n")
+    entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", textwrap.dedent(section), re.MULTILINE)
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in entries}
+
+
+def value_of(config: object, path: str) -> Any:
+    """Returns the value of the field at a dotted path."""
+    return functools.reduce(getattr, path.split("."), config)
 
 
 def override(config: object, path: str, value: object) -> Config:
