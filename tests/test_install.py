@@ -59,6 +59,7 @@ def test_kvjax_is_found_from_every_folder(installed, inside):
 
 def test_version(installed):
     assert installed[1].startswith(f"kvjax-{__version__}-")
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 LOAD = """
