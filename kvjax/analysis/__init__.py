@@ -4,7 +4,8 @@
 `jaccard`, `miss_rate` and `retained` compare a policy with it, or a `CacheSpec` of policy, storage and selection;
 `retrieval_scores` and `retrieval_heads` measure heads. `selected` compares what a selection reads with the best choice
 of the same size, `skew_effect` does so with and without a skew, and `input_cosine` compares the inputs of consecutive
-layers. `plots` draws each of them, and `submodular` compares greedy selection with the optimum.
+layers. `plots` draws each of them, and `submodular` compares greedy selection with the optimum. `show` makes a page of
+a text with the tokens that caches hold of it.
 
 In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest row. Results are NumPy arrays.
 """
@@ -22,6 +23,7 @@ from kvjax.analysis.full_cache import (
 from kvjax.analysis.heads import RetrievalScores, retrieval_heads, retrieval_scores
 from kvjax.analysis.layer_inputs import InputCosine, input_cosine
 from kvjax.analysis.selection_quality import Selected, SkewEffect, selected, skew_effect
+from kvjax.analysis.viewer import Viewer, show
 
 __all__ = [
     "AccumulatedAttention",
@@ -32,6 +34,7 @@ __all__ = [
     "RetrievalScores",
     "Selected",
     "SkewEffect",
+    "Viewer",
     "accumulated_attention",
     "attention_cosine",
     "attention_std",
@@ -44,6 +47,7 @@ __all__ = [
     "retrieval_heads",
     "retrieval_scores",
     "selected",
+    "show",
     "skew_effect",
     "sparsity",
     "submodular",
