@@ -12,7 +12,7 @@ from absl import flags
 
 from experiments import fields, results, specs
 from experiments.config import ExperimentConfig
-from experiments.reports import heat_maps, plots
+from experiments.reports import heat_maps, html_report, plots
 from experiments.reports import tables as report
 from experiments.runs import identity, machine
 from experiments.runs.resolve import CannotRun, codes_of, decoder_config, dtype_of, specs_of
@@ -39,7 +39,7 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
     specs_of(config)
     score.check(config.recall)
     answering.check(config.tasks)
-    session = Session()
+    session = Session(view=True)
     print(describe(session.model(config), config.model), flush=True)
     if not distributed.is_first():
         session.run(config, progress=progress)
@@ -56,7 +56,7 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
             raise
         target = _rescue(name, config, outcome, command, error)
     session.finish()
-    print(f"Wrote {target}/ (report.md, report.png, metrics.jsonl, config.json, environment.json)")
+    print(f"Wrote {target}/ (report.md, report.html, report.png, metrics.jsonl, config.json, environment.json)")
     return target
 
 
@@ -108,14 +108,12 @@ def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str
     rows = [report.cells(row) for row in summaries]
     labels = [row["policy"] for row in rows]
     (folder / "report.png").write_bytes(plots.run_plot(outcome.measurements, weights))
-    made = (report.bytes_table(summaries), report.chunk_table(summaries), report.task_tables(summaries))
-    tables = [each for each in made if each]
-    tables += _write_answers(folder, outcome)
+    task_plots, sections = _write_answers(folder, outcome), report.sections(summaries)
     where = f"{environment['device']} ({environment['cpu']}, {environment['cores']} cores)"
     versions = f"jax {environment['jax']}, Python {environment['python']}, commit {environment['commit'] or 'unknown'}"
     paragraphs = [outcome.model, outcome.text, *(f"Note: {note}" for note in outcome.notes)]
-    paragraphs += [f"On {where}; {versions}."] + ([f"`{command}`"] if command else [])
-    text = report.markdown(config.name, paragraphs, rows, "report.png")
+    paragraphs += [f"On {where}; {versions}."]
+    text = report.markdown(config.name, [*paragraphs, *([f"`{command}`"] if command else [])], rows, "report.png")
     samples = [
         f"- **{label}**: {' '.join(sample.split())[:400]!r}"
         for label, sample in zip(labels, outcome.continuations, strict=True)
@@ -126,7 +124,8 @@ def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str
                 text,
                 report.LEGEND,
                 "",
-                *(f"{each}\n" for each in tables),
+                *(f"{each.markdown()}\n" for each in sections),
+                *(f"![{task}]({name})\n" for task, name in task_plots.items()),
                 "## The first row's greedy continuation",
                 "",
                 *samples,
@@ -134,17 +133,24 @@ def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str
             ]
         )
     )
+    files = {f"Plot of {config.name}": "report.png"} | task_plots
+    page = html_report.page(
+        config.name, paragraphs, command=command, rows=rows, sections=sections, viewer=outcome.viewer,
+        plots={about: (folder / name).read_bytes() for about, name in files.items()},
+        texts=list(zip(labels, outcome.continuations, strict=True)),
+    )  # fmt: skip
+    (folder / "report.html").write_text(page, encoding="utf-8")
 
 
-def _write_answers(folder: Path, outcome: Outcome) -> list[str]:
+def _write_answers(folder: Path, outcome: Outcome) -> dict[str, str]:
     """Writes the answers to tasks, and a plot of each task over lengths and depths.
 
     Returns:
-      The plots as Markdown.
+      Task -> the name of its plot's file.
     """
-    shown = []
+    drawn: dict[str, str] = {}
     if not (asked := outcome.measurements[0].asked):
-        return []
+        return drawn
     with (folder / "answers.jsonl").open("w", encoding="utf-8") as file:
         for measurement in outcome.measurements:
             for task, answers in measurement.answers.items():
@@ -156,8 +162,8 @@ def _write_answers(folder: Path, outcome: Outcome) -> list[str]:
         if found := {policy: grid for policy, grid in grids.items() if grid is not None}:
             name = f"task-{place}.png"
             (folder / name).write_bytes(heat_maps.plot(task, found))
-            shown.append(f"![{task}]({name})")
-    return shown
+            drawn[task] = name
+    return drawn
 
 
 def plan(config: ExperimentConfig, topology: str | None) -> None:

@@ -3,13 +3,31 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
 Row = dict[str, Any]
 _TABLE = re.compile(r"\(\(\([\d,() ]*\)\)\)")
 NONE = "-"
+
+
+class Section(NamedTuple):
+    """A table of a report under a heading of its own.
+
+    Attributes:
+      title: the heading.
+      about: a paragraph before the table; empty for none.
+      rows: the cells of each line by column.
+    """
+
+    title: str
+    about: str
+    rows: Sequence[dict[str, str]]
+
+    def markdown(self) -> str:
+        """Returns the section as a part of a report in Markdown."""
+        return "\n\n".join([f"## {self.title}", *([self.about] if self.about else []), table(self.rows, "github")])
 
 
 def short(name: str) -> str:
@@ -84,9 +102,14 @@ def short_names(tasks: Sequence[str]) -> dict[str, str]:
     return {task: task if name in again else name for task, name in short.items()}
 
 
-def task_tables(rows: Sequence[Row]) -> str:
-    """A table for each task in Markdown: a line a policy, a column a score."""
-    parts = []
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Returns the tables that a report of these results has besides the table of all results."""
+    return [*_bytes(rows), *_chunks(rows), *_tasks(rows)]
+
+
+def _tasks(rows: Sequence[Row]) -> list[Section]:
+    """Returns a table for each task: a line a policy, a column a score."""
+    found = []
     for task, made in (rows[0].get("tasks", {}) if rows else {}).items():
         columns = list(dict.fromkeys(name for row in rows for name in row["tasks"][task]["scores"]))
         lines = [
@@ -94,14 +117,14 @@ def task_tables(rows: Sequence[Row]) -> str:
             | {name: _number(row["tasks"][task]["scores"].get(name), ",.2f") for name in columns}
             for row in rows
         ]
-        parts += [f"## {task}", f"{made['about'].capitalize()}.", table(lines, "github")]
-    return "\n\n".join(parts)
+        found.append(Section(task, f"{made['about'].capitalize()}.", lines))
+    return found
 
 
-def chunk_table(rows: Sequence[Row]) -> str:
-    """Perplexity of each part of the continuation in Markdown, if it was asked for: a line a policy."""
+def _chunks(rows: Sequence[Row]) -> list[Section]:
+    """Returns the perplexity of each part of the continuation, if it was asked for: a line a policy."""
     if not any(row.get("perplexity_by_chunk") for row in rows):
-        return ""
+        return []
     lines = [
         {"policy": row["policy"]}
         | {
@@ -110,7 +133,7 @@ def chunk_table(rows: Sequence[Row]) -> str:
         }
         for row in rows
     ]
-    return f"## Perplexity by new tokens\n\n{table(lines, 'github')}"
+    return [Section("Perplexity by new tokens", "", lines)]
 
 
 #: Columns of the table of bytes.
@@ -120,11 +143,11 @@ PARTS = {
 }  # fmt: skip
 
 
-def bytes_table(rows: Sequence[Row]) -> str:
-    """Returns the bytes of each cache by kind in Markdown, if one of them holds anything but exact numbers."""
+def _bytes(rows: Sequence[Row]) -> list[Section]:
+    """Returns the bytes of each cache by kind, if one of them holds anything but exact numbers."""
     known = [row for row in rows if row.get("kv_parts")]
     if not any(row["kv_parts"]["codes"] or row["kv_parts"]["parameters"] for row in known):
-        return ""
+        return []
     lines = []
     for row in known:
         parts, whole = row["kv_parts"], row["kv_parts"]["stores"]
@@ -139,7 +162,7 @@ def bytes_table(rows: Sequence[Row]) -> str:
         "share; positions, statistics and the index of a selection. What a calibration says is shared by all rows, and "
         "not a part of what is held."
     )
-    return f"## Bytes held\n\n{about}\n\n{table(lines, 'github')}"
+    return [Section("Bytes held", about, lines)]
 
 
 def table(rows: Sequence[dict[str, str]], style: str = "simple") -> str:

@@ -7,6 +7,7 @@ import numpy as np
 from experiments.config import DataConfig
 from experiments.tasks import words
 from experiments.tasks.story import story
+from kvjax.analysis import viewer
 from kvjax.errors import ConfigError, InputError
 from kvjax.generation.detokenize import text_after
 from kvjax.models.model import Model
@@ -47,6 +48,13 @@ def decode(model: Model, ids: np.ndarray, prompt: np.ndarray) -> str:
     if model.tokenizer is None:
         return bytes(int(i) % 256 for i in ids).decode(errors="replace")
     return text_after(model.tokenizer, prompt.tolist(), ids.tolist())
+
+
+def token_texts(model: Model, before: np.ndarray, ids: np.ndarray) -> list[str]:
+    """The text of each of some tokens [n] that follow others [T]; see `kvjax.analysis.viewer.token_texts`."""
+    if model.tokenizer is None:
+        return [bytes([int(i) % 256]).decode(errors="replace") for i in ids]
+    return viewer.token_texts(model.tokenizer, before.tolist(), ids.tolist())
 
 
 def answer(model: Model, ids: np.ndarray, prompt: np.ndarray) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from experiments.tasks.base import Answer, Asked
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import SPARE_TOKENS, exact_matches
+from kvjax.analysis.held import HeldTokens, held_tokens
 from kvjax.attention import Implementation
 from kvjax.cache import CacheLayout, CacheSpec, KVState, Limits, layers_of, live_slots
 from kvjax.cache.planning.limits import sizes_for
@@ -58,6 +59,7 @@ class Measurement:
       recall: recall task -> share of its prompts answered exactly.
       asked: task -> its questions.
       answers: task -> the answers to them.
+      held: the tokens that the cache of the first row holds at the end; None = not asked for.
     """
 
     policy: str
@@ -79,6 +81,7 @@ class Measurement:
     recall: Mapping[str, float] = dataclasses.field(default_factory=dict)
     asked: Mapping[str, Asked] = dataclasses.field(default_factory=dict)
     answers: Mapping[str, Sequence[Answer]] = dataclasses.field(default_factory=dict)
+    held: HeldTokens | None = None
 
     @property
     def perplexity(self) -> float | None:
@@ -167,6 +170,7 @@ def measure(
     recall: Mapping[str, Sequence[Prompt]] = MappingProxyType({}),
     progress: bool = False,
     capacity: int | float | None = None,
+    held_layers: Sequence[int] = (),
 ) -> Measurement:
     """Scores the true continuation, generates greedily from the same prompts, timed, then asks the recall tasks.
 
@@ -180,6 +184,7 @@ def measure(
       recall: prompts of each task.
       capacity: slots that arrays have room for, so that other budgets run the same programs (`kvjax.policies.padded`);
         None = those of the policy. Not for what is timed.
+      held_layers: the layers of which `Measurement.held` is returned.
 
     Raises:
       InputError, PolicyError: before anything is traced.
@@ -244,6 +249,7 @@ def measure(
             model, recall, runs, prefill_block=prefill_block, implementation=implementation,
             **(shared if _fits(recall, limits) else {}),
         ),
+        held=held_tokens(prefilled.layout, generation.state, layers=held_layers) if held_layers else None,
     )  # fmt: skip
 
 

@@ -19,12 +19,13 @@ import kvjax
 from experiments import fields
 from experiments.config import ExperimentConfig, ModelConfig
 from experiments.progress import tracked
-from experiments.runs import data, identity, machine
+from experiments.runs import data, identity, machine, text_view
 from experiments.runs.measure import Measurement, measure
 from experiments.runs.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
 from experiments.specs import STORED, build_weights
 from experiments.tasks import answering, score
 from experiments.tasks.journal import FOLDER, Journal
+from kvjax.analysis.viewer import Viewer
 from kvjax.cache import CacheSpec
 from kvjax.checkpoint.skew import load_skew
 from kvjax.errors import CheckpointError
@@ -57,6 +58,7 @@ class Outcome:
       continuations: the first row's greedy text under each.
       chunk: tokens of the parts of the continuation that have a perplexity of their own; None = no parts.
       prompted: whether a prompt was given, so that the continuations are answers.
+      viewer: the first row's text with the tokens that each cache holds at the end; None = not asked for.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Outcome:
     continuations: list[str]
     chunk: int | None = None
     prompted: bool = False
+    viewer: Viewer | None = None
 
     @property
     def full(self) -> Measurement | None:
@@ -103,9 +106,15 @@ class Session:
     Answers to tasks are kept under the output folder as they come, until `finish`.
     """
 
-    def __init__(self, *, resume: bool = True) -> None:
-        """`resume`: whether answers of a run that was ended are used."""
+    def __init__(self, *, resume: bool = True, view: bool = False) -> None:
+        """Loads nothing yet.
+
+        Args:
+          resume: whether answers of a run that was ended are used.
+          view: whether outcomes have a viewer of the tokens that caches hold.
+        """
         self._resume = resume
+        self._view = view
         self._journals: dict[Path, Journal] = {}
         self._model: tuple[str, Model] | None = None
         self._files: dict[str, str] = {}  # of the model, when it was loaded
@@ -155,6 +164,7 @@ class Session:
             "model", "mesh", "rules", "seed", "data", "recall", "tasks", "prefill_block", "implementation", "repeats",
         )  # fmt: skip
         key, texts = _key(config, *parts), _key(config, "policy", "storage", "selection", "baselines")
+        layers = text_view.shown_layers(model, tokens.shape[1], len(specs)) if self._view else ()
         # float32 means float32: left alone, GPUs and TPUs multiply it in fewer bits, and print other digits than CPUs.
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
 
@@ -173,7 +183,7 @@ class Session:
                 ready = calibrated_for(model, spec, given)
                 measured = measure(
                     ready, tokens, spec, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
-                    repeats=config.repeats, recall=asked, capacity=capacity, **options,
+                    repeats=config.repeats, recall=asked, capacity=capacity, held_layers=layers, **options,
                 )  # fmt: skip
                 if not tasks:
                     return measured
@@ -208,6 +218,7 @@ class Session:
             ],
             prompted=config.data.prompt is not None,
             chunk=config.data.chunk,
+            viewer=text_view.viewer(model, config, tokens[0][:prompt_length], measurements) if self._view else None,
         )
 
     def finish(self, configs: Sequence[ExperimentConfig] = ()) -> None:

@@ -74,8 +74,9 @@ def test_bytes_are_shown_by_kind_where_anything_is_coded():
         "kv_parts": dict.fromkeys(parts, 0) | {"exact": 2000, "stores": 2000},
     }
     old = {"policy": "h2o", "full_kv_bytes": 2000}
-    assert tables.bytes_table([exact, old]) == ""
-    *_, first, second = tables.bytes_table([exact, coded, old]).splitlines()
+    assert tables.sections([exact, old]) == []
+    (section,) = tables.sections([exact, coded, old])
+    *_, first, second = section.markdown().splitlines()
     assert [cell.strip() for cell in first.split("|")[1:-1]] == [
         "full",
         "-",

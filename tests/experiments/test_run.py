@@ -33,7 +33,7 @@ from kvjax.models.model import Model
 from kvjax.models.parameters import parameter_count
 from tests.conftest import ROOT
 
-FILES = {"config.json", "metrics.jsonl", "environment.json", "report.md", "report.png"}
+FILES = {"config.json", "metrics.jsonl", "environment.json", "report.md", "report.html", "report.png"}
 TIMINGS = {"prefill_tokens_per_second", "decode_tokens_per_second", "compile_seconds"}
 
 
