@@ -4,22 +4,24 @@
 
 Writes one folder: config.json, metrics.jsonl (loss and held-out scores by step), checkpoints/ (Orbax), tokenizer.json,
 and at the end model/. Started again with the same settings it goes on from its last checkpoint, exactly. Data-parallel
-over all devices, of all processes (docs/clusters.md).
+over all devices, of all processes (docs/clusters.md). --writers=tensorboard,wandb also gives metrics to these.
 """
 
 import shlex
 from collections.abc import Sequence
 
-from experiments import cli
+from experiments import cli, writers
 from experiments.training.config import TrainConfig
 
 
 def main(argv: Sequence[str]) -> int:
-    config, _ = cli.parse(argv, about=str(__doc__), cls=TrainConfig)
+    config, values = cli.parse(argv, about=str(__doc__), define=writers.define, cls=TrainConfig)
+    names = writers.chosen(values)
     # It imports jax, which `--help` does without.
     from experiments.programs.train import train
 
-    model = train(config, command=shlex.join(["python", "-m", "experiments.train", *argv[1:]]))
+    command = shlex.join(["python", "-m", "experiments.train", *argv[1:]])
+    model = train(config, command=command, writers=names)
     print(f"Wrote {model}/")
     return 0
 

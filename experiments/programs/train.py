@@ -31,6 +31,7 @@ from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_co
 from experiments.training.induction import grown, initial_parameters
 from experiments.training.mixture import Kind, Mixture
 from experiments.training.optimizer import optimizer
+from experiments.writers import Metrics
 from kvjax.checkpoint.huggingface import load, save
 from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.errors import ConfigError, KvjaxError
@@ -70,8 +71,14 @@ def train_step(
     return state.apply_gradients(grads=gradients), losses
 
 
-def train(config: TrainConfig, *, command: str = "", progress: bool | None = None) -> Path:
+def train(config: TrainConfig, *, command: str = "", progress: bool | None = None, writers: Sequence[str] = ()) -> Path:
     """Trains, or goes on training, and exports.
+
+    Args:
+      config: the settings.
+      command: that is logged.
+      progress: whether a bar is shown; None = on a terminal.
+      writers: that get what metrics.jsonl gets, see `experiments.writers`.
 
     Returns:
       The exported model's folder.
@@ -84,7 +91,7 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
     folder = Path(config.output)
     made = not folder.exists()
     try:
-        return _train(config, command, progress)
+        return _train(config, command, progress, writers)
     except KvjaxError:
         # Before the first step: there is nothing to go on from, and the folder would only be in the way.
         if made and distributed.is_first() and not (folder / METRICS).exists():
@@ -92,7 +99,7 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
         raise
 
 
-def _train(config: TrainConfig, command: str, progress: bool | None) -> Path:
+def _train(config: TrainConfig, command: str, progress: bool | None, writers: Sequence[str]) -> Path:
     """See `train`."""
     changed = config.schedule_steps not in (None, config.steps)
     config = scheduled(config)
@@ -127,7 +134,7 @@ def _train(config: TrainConfig, command: str, progress: bool | None) -> Path:
             state = manager.restore(start, args=ocp.args.StandardRestore(state))
         if distributed.is_first():
             results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
-        log = Log(folder / METRICS, start)
+        log = Log(folder / METRICS, start, config, writers)
         environment = machine.environment()
         log.write(kind="start", step=start, command=command, devices_used=devices, **environment, sha256=checksums)
         bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if progress is None else not progress)
@@ -166,6 +173,7 @@ def _train(config: TrainConfig, command: str, progress: bool | None) -> Path:
                 since += time.perf_counter() - began
             manager.save(done, args=ocp.args.StandardSave(state), force=last)
         bar.close()
+        log.close()
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), distributed.to_host(state.params))
     if distributed.is_first():
         save(Model(decoder, params, load_tokenizer(folder, decoder)), folder / "model")
@@ -218,8 +226,10 @@ class Diverged(KvjaxError):
 class Log:
     """JSON lines, one an event; those of steps that are about to be repeated are dropped. The first process writes."""
 
-    def __init__(self, path: Path, start: int):
+    def __init__(self, path: Path, start: int, config: TrainConfig, writers: Sequence[str] = ()):
         self.path = path if distributed.is_first() else None
+        named = writers if distributed.is_first() else ()
+        self._metrics = Metrics(named, path.parent, config.name, fields.to_dict(config), start)
         if self.path is None:
             return
         content = path.read_bytes() if path.is_file() else b""
@@ -232,6 +242,11 @@ class Log:
             return
         with self.path.open("a") as file:
             file.write(json.dumps(event) + "\n")
+        if event["kind"] != "start":  # the environment
+            self._metrics.write(event)
+
+    def close(self) -> None:
+        self._metrics.close()
 
 
 def _check_same_past(config: TrainConfig, folder: Path, step: int, *, scaled: bool) -> None:
