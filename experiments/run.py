@@ -8,18 +8,20 @@ the tokens that each cache holds. A model that this machine cannot hold is plann
 --topology=v5e:2x4 plans for a TPU that you do not have. --config.storage=int8 and
 --config.selection='quest(page=16, budget=512)' say how the policy's slots are held, and which of them a query reads;
 --config.model.weights=int4 holds the projections in codes. --config.tasks.names='copa(shots=5),xsum' runs tasks of
-local files (docs/tasks.md); a run that is ended goes on from the answers that there are.
+local files (docs/tasks.md); a run that is ended goes on from the answers that there are. --writers=tensorboard,wandb
+also gives the finished run's metrics to these.
 """
 
 from collections.abc import Sequence
 
 from absl import flags
 
-from experiments import cli
+from experiments import cli, writers
 
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("topology", None, "plan for a named TPU, e.g. v5e:2x4, and run nothing", flag_values=values)
+    writers.define(values)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from experiments.training.config import TrainConfig
 
 def main(argv: Sequence[str]) -> int:
     config, values = cli.parse(argv, about=str(__doc__), define=writers.define, cls=TrainConfig)
-    names = writers.chosen(values)
+    names = writers.selected(values)
     # It imports jax, which `--help` does without.
     from experiments.programs.train import train
 

@@ -88,12 +88,12 @@ WRITERS: dict[str, tuple[str, str, Any]] = {
 
 
 def define(values: flags.FlagValues) -> None:
-    """Adds the flag that `chosen` reads."""
+    """Adds the flag that `selected` reads."""
     about = f"where metrics go beside metrics.jsonl ({', '.join(WRITERS)}), with commas between them"
     flags.DEFINE_list(FLAG, [], about, flag_values=values)
 
 
-def chosen(values: flags.FlagValues) -> list[str]:
+def selected(values: flags.FlagValues) -> list[str]:
     """Returns the writers that a command line names.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments import fields, results, specs
+from experiments import fields, results, specs, writers
 from experiments.config import ExperimentConfig
 from experiments.reports import heat_maps, html_report, plots
 from experiments.reports import tables as report
@@ -205,16 +205,19 @@ def start(config: ExperimentConfig, values: flags.FlagValues, argv: Sequence[str
     Returns:
       The exit status.
     """
+    names = writers.selected(values)
     if values.topology:
         # A program for a device that is not here can be written, and never read again.
         jax.config.update("jax_compilation_cache_dir", None)
         plan(config, values.topology)
         return 0
     try:
-        run(config, command=shlex.join(["python", "-m", "experiments.run", *argv[1:]]))
+        folder = run(config, command=shlex.join(["python", "-m", "experiments.run", *argv[1:]]))
     except CannotRun as error:
         print(f"{config.name} was not run. {error}\nThis is what it would take:\n", flush=True)
         plan(config, None)
         print(f"For a TPU that is not here: python -m experiments.run --config={config.name} --topology=v5e:2x4")
         return ONLY_PLANNED
+    if distributed.is_first():
+        writers.copy(names, folder)
     return 0

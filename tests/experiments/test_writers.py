@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 from absl import flags
 
-from experiments import train, writers
+from experiments import fields, run, train, writers
+from experiments.programs import run as run_program
 from experiments.programs import train as program
 from experiments.training.config import TrainConfig
 from kvjax.errors import ConfigError
@@ -62,24 +63,24 @@ def libraries(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def chosen(*argv):
+def selected(*argv):
     values = flags.FlagValues()
     writers.define(values)
     values(["program", *argv])
-    return writers.chosen(values)
+    return writers.selected(values)
 
 
-def test_writers_are_chosen_by_name():
-    assert chosen() == [] and chosen("--writers=tensorboard,wandb") == ["tensorboard", "wandb"]
+def test_writers_are_selected_by_name():
+    assert selected() == [] and selected("--writers=tensorboard,wandb") == ["tensorboard", "wandb"]
     with pytest.raises(ConfigError, match=r"did you mean 'tensorboard'\? known writers: tensorboard, wandb"):
-        chosen("--writers=tensorbord")
+        selected("--writers=tensorbord")
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
 def test_one_that_is_not_installed(name, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"{module}: pip install 'kvjax\[{name}\]'"):
-        chosen(f"--writers={name}")
+        selected(f"--writers={name}")
 
 
 def test_numbers_of_events():
@@ -122,3 +123,17 @@ def test_train_takes_the_flag(monkeypatch, tmp_path):
     monkeypatch.setattr(program, "train", lambda config, **arguments: given.update(arguments))
     assert train.main(["train", "--config=train_nano", "--writers=wandb"]) == 0
     assert given["writers"] == ["wandb"]
+
+
+def test_run_takes_the_flag(monkeypatch, tmp_path):
+    def finished(config, command):
+        (tmp_path / "config.json").write_text(json.dumps(fields.to_dict(config)))
+        (tmp_path / "metrics.jsonl").write_text('{"kind": "summary", "policy": "h2o", "perplexity": 3.0}\n')
+        return tmp_path
+
+    monkeypatch.setattr(run_program, "run", finished)
+    assert run.main(["run", "--config=h2o_tiny", "--writers=tensorboard"]) == 0
+    (board,) = BOARDS
+    assert board.scalars == [("summary/h2o/perplexity", 3.0, 0)] and not RUNS
+    with pytest.raises(ConfigError, match="known writers"):
+        run.main(["run", "--config=h2o_tiny", "--writers=paper"])
