@@ -46,7 +46,11 @@ class TensorBoard:
 
     def __init__(self, folder: Path, name: str, config: JsonObject, step: int):
         library = importlib.import_module("tensorboardX")
-        self._writer = library.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        self._writer = library.SummaryWriter(
+            str(folder / "tensorboard"),
+            purge_step=step + 1 if step else None,
+            filename_suffix=f".{os.getpid()}",  # files of the same second would be one
+        )
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():

@@ -18,7 +18,7 @@ from kvjax.errors import ConfigError
 class Board:
     """tensorboardX's writer, as far as it is used."""
 
-    def __init__(self, logdir, purge_step=None):
+    def __init__(self, logdir, purge_step, filename_suffix):
         self.made, self.scalars, self.closed = (logdir, purge_step), [], False
         BOARDS.append(self)
 
