@@ -107,6 +107,11 @@ def test_texts_of_tokens_are_never_read_as_html(shown):
     assert tags == Tags(dataclasses.replace(plain, caches=shown.caches).html()).tags
 
 
+def test_every_choice_is_a_labelled_select(shown):
+    assert re.findall(r"<label>([^<]+) <select", shown.html()) == ["Cache", "Layer", "KV head", "Shade by"]
+    assert Tags(shown.html()).tags.count("select") == 4
+
+
 def test_a_title_is_escaped(shown):
     page = dataclasses.replace(shown, title="</title><script>1</script>$viewer").html()
     assert "<title>&lt;/title&gt;&lt;script&gt;1&lt;/script&gt;$viewer</title>" in page

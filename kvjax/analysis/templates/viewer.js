@@ -61,15 +61,16 @@
     canvas.height = rows;
     canvas.style.height = `${rows * (rows > 64 ? 2 : ROW)}px`;
     canvas.setAttribute("aria-label", `Map of the tokens held by ${cache.name}: a row per layer and KV head`);
-    const context = canvas.getContext("2d"), color = getComputedStyle(root).getPropertyValue("--accent");
+    const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, rows);
+    const color = getComputedStyle(root).getPropertyValue("--accent").split(",").map(Number);
     data.layers.forEach((_, layer) => {
       for (let head = 0; head < data.heads; head++) {
-        context.fillStyle = `rgba(${color}, ${marked.has(String([layer, head])) ? 0.9 : 0.3})`;
-        for (const position of heldBy(cache, layer, head).keys()) {
-          context.fillRect(position, layer * data.heads + head, 1, 1);
-        }
+        const pixel = [...color, marked.has(String([layer, head])) ? 230 : 75];
+        const start = (layer * data.heads + head) * canvas.width;
+        for (const position of heldBy(cache, layer, head).keys()) image.data.set(pixel, 4 * (start + position));
       }
     });
+    context.putImageData(image, 0, 0);
   }
 
   const promptSpans = makeSpans(part("prompt"), data.prompt);
@@ -96,7 +97,7 @@
     const own = makeSpans(part("own"), cache.answer);
     own.forEach((span, place) => paint(span, promptSpans.length + place, held, cache.length, explain));
 
-    const where = one ? `in layer ${choice.layer}, KV head ${choice.head}` : `by at least one of ${chosen.length} heads`;
+    const where = one ? `in layer ${choice.layer}, KV head ${choice.head}` : `by at least one of ${number(chosen.length)} heads`;
     const darker = !one ? " The more heads hold a token, the stronger its shade."
       : statistic ? ` The higher the ${words}, the stronger the shade.` : "";
     part("status").textContent = `${cache.name}: ${number(held.size)} of ${number(cache.length)} tokens are held ${where}.${darker}`;
