@@ -133,8 +133,7 @@ def weights_product(x: Array, codes: Array, scale: Array, zero: Array, bits: int
     """
     result = jax.ShapeDtypeStruct((x.shape[0], codes.shape[-1]), jnp.float32)
     call = jax.ffi.ffi_call(native.CODED_WEIGHTS, result, vmap_method="sequential")
-    levels = jnp.asarray(level_table(bits, INTEGER))
-    y: Array = call(x.astype(jnp.float32), codes, scale.astype(jnp.float32), zero, levels, bits=np.int64(bits))
+    y: Array = call(x.astype(jnp.float32), codes, scale.astype(jnp.float32), zero, bits=np.int64(bits))
     return y
 
 
