@@ -3,7 +3,7 @@
 The fact that is asked for is told at the beginning of some 900 tokens. Below the table are the answers.
 
 Paper: those of the caches; none has this model.
-Expected, on a CPU: see experiments/measured/README.md.
+Expected, on a CPU: see README.md.
 Hardware: any CPU; some five minutes on two cores, two with programs kept.
 Command: python -m experiments.run --config=real
 """

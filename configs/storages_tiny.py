@@ -4,7 +4,7 @@ Paper: TurboQuant (arXiv:2504.19874), FlexGen (arXiv:2303.06865), the OCP Micros
 own; none of them at this scale. A generated story: eight rows of 512 tokens of prompt, 128 scored.
 Expected perplexity of the story under full: dense 3.050 (31.4 MB), int8 3.050 (8.8), fp8 3.064 (8.3), bfp 3.050 (8.1),
 int4 3.060 (4.9), turboquant in 4, 3, 2 bits 3.125, 3.448, 5.047 (4.4, 3.4, 2.5), mxfp4 3.439 (4.2); under h2o: dense
-3.567 (12.6), int8 3.564 (3.5), int4 3.565 (2.0), turboquant(4) 3.680 (1.8). experiments/measured/README.md has all.
+3.567 (12.6), int8 3.564 (3.5), int4 3.565 (2.0), turboquant(4) 3.680 (1.8). experiments/measured/notes.md has all.
 Hardware: any CPU; twenty CPU minutes for the sweep. Nothing is timed (repeats=0).
 Command: python -m experiments.run --config=storages_tiny
 The sweep, whose plot shows perplexity against the bytes held:
