@@ -486,7 +486,8 @@ void OfWeights(ffi::ThreadPool& pool, const L& levels, const Weights& of, const 
   });
 }
 
-// Calls run(levels) with the kind of levels that codes have: of 8 bits `kind`, of fewer those of a table.
+// Calls run(levels) with the kind of levels that codes have: numbers, or others, which codes of fewer than 8 bits look up
+// in a table.
 template <typename F>
 ffi::Error WithLevels(int64_t bits, std::string_view kind, const float* table, int64_t entries, const F& run) {
   if (bits < 8 && entries != int64_t{1} << bits) return ffi::Error::InvalidArgument("wrong number of levels");
@@ -496,8 +497,12 @@ ffi::Error WithLevels(int64_t bits, std::string_view kind, const float* table, i
     run(Signed(nullptr));
   else if (bits == 8 && kind == "integer")
     run(Uniform<8>());
+  else if (bits == 4 && kind == "integer")
+    run(Uniform<4>());
   else if (bits == 4)
     run(Table<4>(table));
+  else if (bits == 2 && kind == "integer")
+    run(Uniform<2>());
   else if (bits == 2)
     run(Table<2>(table));
   else

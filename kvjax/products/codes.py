@@ -19,7 +19,7 @@ BYTE = 8  # bits
 WIDTHS = (2, 4, 8)  # bits of the codes that codes.cc reads
 #: Levels of codes of 8 bits: numbers from 0 to 255, in two's complement, or floats (e4m3fn).
 INTEGER, SIGNED, E4M3 = "integer", "signed", "e4m3"
-TABLE = "table"  # levels of codes of fewer bits
+TABLE = "table"  # levels of codes of fewer bits that are not numbers from 0 on
 # Bytes of codes that share a scale; with fewer, scales are most of what is read, and most of the work.
 MIN_GROUP = 4
 
@@ -106,7 +106,7 @@ def codes_product(x: Array, vectors: Affine, *, transposed: bool, used: Array | 
 
     result = jax.ShapeDtypeStruct((count, rows, slots if transposed else vectors.dim), jnp.float32)
     call = jax.ffi.ffi_call(native.CODED_VECTORS, result, vmap_method="sequential")
-    kind = vectors.levels if isinstance(vectors.levels, str) and vectors.bits == BYTE else TABLE
+    kind = vectors.levels if vectors.levels == INTEGER or vectors.bits == BYTE else TABLE
     y = call(
         x, vectors.codes, numbers(vectors.scale), numbers(vectors.zero),
         jnp.asarray(level_table(vectors.bits, vectors.levels)),
