@@ -1,0 +1,45 @@
+"""Parts of docstrings, and Markdown of them."""
+
+import re
+
+
+def summary(doc: str) -> str:
+    """Returns the first paragraph of a docstring in one line."""
+    return " ".join(doc.strip().split("\n\n")[0].split())
+
+
+def markdown(text: str) -> str:
+    """Returns a line of a docstring as Markdown: literals of two backticks are those of one."""
+    return escaped(text.replace("``", "`"))
+
+
+def escaped(text: str) -> str:
+    """Escapes what a table or HTML would take for its own, outside of code."""
+    parts = re.split(r"(`[^`]*`)", text)
+    plain = [re.sub(r"([*_|<>\[\]])", r"\\\1", each) for each in parts[::2]]
+    code = [each.replace("|", "\\|") for each in parts[1::2]]
+    return "".join(each for pair in zip(plain, [*code, ""], strict=True) for each in pair)
+
+
+def papers(doc: str) -> list[str]:
+    """Returns the numbers of arXiv that a docstring names, each once."""
+    lists = re.findall(r"arXiv:(\d{4}\.\d{4,5}(?:, \d{4}\.\d{4,5})*)", doc)
+    return list(dict.fromkeys(number for found in lists for number in found.split(", ")))
+
+
+def paper_links(numbers: list[str]) -> str:
+    """Returns Markdown links to papers of arXiv."""
+    return ", ".join(f"[arXiv:{number}](https://arxiv.org/abs/{number})" for number in numbers)
+
+
+#: A literal, a role, or emphasis of whole words, none of which is escaped.
+_KEPT = re.compile(r"``.+?``|`[^`]*`|(?<![\w*])\*\w[\w ]*\*(?![\w*])", re.DOTALL)
+
+
+def escaped_rst(text: str) -> str:
+    """Escapes asterisks and bars, which formulas and shapes have, for reStructuredText."""
+    parts, end = [], 0
+    for found in _KEPT.finditer(text):
+        parts += [re.sub(r"([*|])", r"\\\1", text[end : found.start()]), found[0]]
+        end = found.end()
+    return "".join([*parts, re.sub(r"([*|])", r"\\\1", text[end:])])
