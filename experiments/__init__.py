@@ -4,7 +4,7 @@ import importlib.util
 import sys
 
 #: What programs here import first, of the extra ``experiments``.
-_MODULES = ("absl", "matplotlib", "ml_collections", "optax")
+_MODULES = ("absl", "jinja2", "matplotlib", "ml_collections", "optax")
 
 
 def _is_missing(module: str) -> bool:

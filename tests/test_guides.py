@@ -26,7 +26,10 @@ from kvjax.specs import parse
 from tests.conftest import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = ("policies", "how_it_works", "peers", "migrating", "troubleshooting")
+PAGES = (
+    "policies", "how_it_works", "peers", "migrating", "troubleshooting", "generation", "budgets", "memory", "methods",
+    "experiments", "install",
+)  # fmt: skip
 LAYERS = 2  # of kvjax-tiny's, which compile in half the time
 
 
@@ -84,6 +87,11 @@ def test_links(page):
 def anchor_of(heading: str) -> str:
     """As GitHub does, and MyST."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize(("page", "name"), [("generation", "finished"), ("budgets", "result"), ("how_it_works", None)])
+def test_blocks_run(page, name):
+    assert blocks(page) and (name is None or name in run(page))
 
 
 def test_drawings():
