@@ -150,9 +150,12 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of a git command in the project, or None where there is no git or no commit."""
+    """Output of a git command in the project, or None where there is no git, no clone or no commit."""
     try:
         root = Path(__file__).resolve().parents[2]
+        if not (root / ".git").exists():
+            # In an environment of another project, git would answer for that one.
+            return None
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None

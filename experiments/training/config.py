@@ -23,7 +23,16 @@ ROPE_THETA = 500_000.0  # LLaMA 3's: more features turn slowly enough to match o
 
 @dataclasses.dataclass
 class DecoderShape:
-    """A LLaMA-style decoder with tied embeddings. Attributes: as in `kvjax.models.config.DecoderConfig`."""
+    """A LLaMA-style decoder with tied embeddings.
+
+    Attributes:
+    vocab_size: tokens of the vocabulary.
+    hidden_size: features of a token between layers.
+    num_layers: decoder layers.
+    num_heads: query heads of a layer.
+    num_kv_heads: KV heads of a layer.
+    mlp_size: features inside of an MLP.
+    """
 
     vocab_size: Count = 2048
     hidden_size: Count = 256
@@ -36,14 +45,14 @@ class DecoderShape:
 @dataclasses.dataclass
 class MixtureConfig:
     """Attributes:
-    recall_fraction: share of every window that is facts, questions and answers; answer_weight: of an answer's tokens
-      in the loss, where a text's count 1.
+    recall_fraction: share of every window that is facts, questions and answers.
+    answer_weight: weight of an answer's tokens in the loss, where those of a text have 1.
     repeat_fraction: share of the windows that are nothing but a sequence of tokens over and over, by stage.
-    invented_fraction: share of the episodes whose wording is made up (`experiments.tasks.wording`), by stage;
-    wordy_fraction: of these, those that put words between a name and its value, the others symbols.
+    invented_fraction: share of the episodes whose wording is made up (`experiments.tasks.wording`), by stage.
+    wordy_fraction: share of these that put words between a name and its value; the others put symbols.
     task_shares: how often each of recall.TASKS is drawn, in their order; of their sum.
-    story_fraction: share of the training text that is generated stories; question_fraction: that is generated passages
-      with questions and answers.
+    story_fraction: share of the training text that is generated stories.
+    question_fraction: share of the training text that is generated passages with questions and answers.
     layouts: in which lines the texts stand, see `experiments.training.layouts`; each text is there in all of them, and
       held-out texts are scored in all.
     common_words: the number of the texts' most frequent words that join the nouns of the tasks.
@@ -64,13 +73,14 @@ class MixtureConfig:
 @dataclasses.dataclass
 class OptimizerConfig:
     """Attributes:
-    learning_rate: of the projections, by Muon, in units of Adam's; embedding_learning_rate: of embeddings and norms, by
-      Adam.
+    learning_rate: of the projections, by Muon, in units of Adam's.
+    embedding_learning_rate: of embeddings and norms, by Adam.
+    warmup_steps: the rate rises linearly from 0 at a cycle's start.
     cycle_ends: steps at which the rate has come down to 0 and rises anew (WSD-S, arXiv:2410.05192); the last cycle ends
       with the run.
-    warmup_steps, decay_steps: linear from 0 at a cycle's start, linear to 0 at its end, constant between; the latter
-      one number a cycle.
-    weight_decay: of the projections; clip: largest global norm of a gradient.
+    decay_steps: the rate falls linearly to 0 at a cycle's end, one number for each cycle; it is constant between.
+    weight_decay: of the projections.
+    clip: the largest global norm of a gradient.
     """
 
     learning_rate: Number = 8e-3
@@ -85,13 +95,22 @@ class OptimizerConfig:
 @dataclasses.dataclass
 class TrainConfig:
     """Attributes:
-    texts: text files, or folders and patterns of them; held_out: names among them that are for evaluation only.
-    contexts: tokens of a window, stage by stage, the longest last; stage_ends: the step at which each stage but the
-      last ends. Heads that look things up form in time quadratic in the context (arXiv:2511.01033): short ones first.
-    batch_tokens: tokens of a step; steps: of the whole run.
+    name: of the run.
+    texts: text files, or folders and patterns of them.
+    held_out: names among the texts that are for evaluation only.
+    decoder: see `DecoderShape`.
+    mixture: see `MixtureConfig`.
+    optimizer: see `OptimizerConfig`.
+    contexts: tokens of a window, stage by stage, the longest last. Heads that look things up form in time quadratic in
+      the context (arXiv:2511.01033): short ones first.
+    stage_ends: the step at which each stage but the last ends.
+    batch_tokens: tokens of a step.
+    steps: of the whole run.
     schedule_steps: the length of a run that stage_ends and the optimizer's warmup_steps, cycle_ends and decay_steps are
       for: where `steps` is another, they are longer or shorter in proportion. None = they are as they are given.
-    evaluate_every, checkpoint_every, log_every: steps between; evaluation is also at the end.
+    evaluate_every: steps between evaluations; the last is at the end.
+    checkpoint_every: steps between checkpoints.
+    log_every: steps between lines of the log.
     start: a model of this shape, by whatever `kvjax.load` takes, whose weights and tokenizer the run begins with; "" =
       random weights that hold an induction head, and a tokenizer trained on the texts.
     new_layers: layers, counted from 0, that `start` does not have yet; they begin as the identity.

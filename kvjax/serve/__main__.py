@@ -21,7 +21,9 @@ USAGE_ERROR = 2
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = argparse.ArgumentParser(
-        prog="python -m kvjax.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=sys.argv[0] if sys.argv[0].startswith("kvjax ") else "python -m kvjax.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add("--model", required=True, help="a folder, the name of a model on the Hugging Face hub, or kvjax-tiny")

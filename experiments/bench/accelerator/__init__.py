@@ -46,7 +46,8 @@ def run(values: flags.FlagValues) -> int:
       ConfigError: no accelerator, or a folder that cannot be written or that another call is writing.
     """
     until = time.monotonic() + 60 * values.minutes - RESERVE
-    folder = Path(values.output or ROOT / FOLDER).absolute()
+    # An installed package has no place for results beside it.
+    folder = Path(values.output or (ROOT if (ROOT / ".git").exists() else Path()) / FOLDER).absolute()
     results.make_folder(folder)
     with _alone(folder):
         environment = probe(folder, values.tiny)
