@@ -66,6 +66,8 @@ AGAINST = {
     "first_use": first_use.check,
     "gguf": gguf.check,
 }
+#: Peers of tasks that do not measure the default of --against.
+DEFAULT_PEERS = {"gguf": gguf.PEER}
 
 
 def start(task: str, values: flags.FlagValues, argv: Sequence[str]) -> int:
@@ -85,6 +87,8 @@ def start(task: str, values: flags.FlagValues, argv: Sequence[str]) -> int:
             results.make_file(path, flag)
     pythons = decode.interpreters(values.python)
     if task in AGAINST:
+        if task in DEFAULT_PEERS and not values["against"].present:
+            values.against = [DEFAULT_PEERS[task]]
         AGAINST[task](values)
         peers.check_installed(decode.names_of_peers(values.against), pythons)
     environment = machine.environment() | {"peers": peers.versions(pythons)}

