@@ -49,6 +49,7 @@ html_theme_options = {
     "use_download_button": False,
     "use_fullscreen_button": False,
     "show_navbar_depth": 1,
+    "navbar_persistent": [],  # the sidebar has a search field already
     # The sidebar is made anew for every page: only the branch of the page itself, in two levels.
     "collapse_navigation": True,
     "navigation_depth": 2,

@@ -143,7 +143,7 @@ def test_bytes_are_those_of_a_slot():
 
 def test_the_leaderboard_is_quoted():
     (entry,) = (entry for entry in ENTRIES if entry.name == "roco")
-    assert "| `roco` | 10% | 9 % | +24.2 % (+14.5 to +36.9) |" in "\n".join(pages.policy_facts(entry, ROOT, {}))
+    assert "| `roco` | 10 % | 9 % | +24.2 % (+14.5 to +36.9) |" in "\n".join(pages.policy_facts(entry, ROOT, {}))
 
 
 def test_policies_are_drawn_after_prompts_that_they_shorten():

@@ -24,7 +24,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
 from kvjax.policies import MERGES, POLICIES
 from kvjax.policies.traits import evicting_in_prompt
-from kvjax.selection import SELECTIONS
+from kvjax.selection import SELECTIONS, Selection
 from kvjax.storage import STORAGES
 from tests import examples
 
@@ -65,7 +65,7 @@ def storage_rows() -> dict[str, storage.Storage]:
     return {name: examples.held(name) for name in STORAGES} | extra
 
 
-def selection_rows() -> dict[str, object]:
+def selection_rows() -> dict[str, Selection]:
     """Returns the selections of the tables."""
     return {name: examples.chosen(name) for name in SELECTIONS}
 

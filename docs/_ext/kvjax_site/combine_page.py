@@ -162,8 +162,8 @@ def combinations() -> str:
     parts = [
         f"All {len(found.one_shot):,} products of {len(found.axis(0))} policies, {len(found.axis(1))} storages and "
         f"{len(found.axis(2))} selections were lowered when this page was built: {works:,} work, and "
-        f"{len(found.one_shot) - works:,} are refused. **A product works if each two of its three values go with each "
-        f"other**, as the three tables say{', with these exceptions:' if exceptions else '.'}",
+        f"{len(found.one_shot) - works:,} are refused. **A product works if all three pairs of its values do**, "
+        f"which the three tables say{', with these exceptions:' if exceptions else '.'}",
         *(
             f"- `{CASES.get(one, one)}`, `{CASES.get(two, two)}` and `{CASES.get(three, three)}`: {reason}"
             for (one, two, three), reason in exceptions.items()

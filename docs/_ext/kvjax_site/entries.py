@@ -92,7 +92,7 @@ class Entry:
 
 def policy_entries() -> list[Entry]:
     """Returns the policies: those by name, those of heads, those made of others, and merges."""
-    kinds = {
+    kinds: dict[str, Mapping[str, Callable[..., Any]]] = {
         "policy": policies.POLICIES, "plan of heads": policies.HEAD_PLANS, "combinator": policies.COMBINATORS,
         "merge": policies.MERGES,
     }  # fmt: skip

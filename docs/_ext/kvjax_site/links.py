@@ -6,7 +6,7 @@ of the site that includes such a file lies elsewhere, and the file that a link n
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -104,7 +104,7 @@ def included(text: str, page: str, site: Site) -> tuple[str, list[str]]:
     return INCLUDE.sub(replaced, text), files
 
 
-def _outside_fences(text: str, change) -> str:  # type: ignore[no-untyped-def]
+def _outside_fences(text: str, change: Callable[[str], str]) -> str:
     """Applies a function to the parts of a text that are not code blocks."""
     parts, end = [], 0
     for fence in FENCE.finditer(text):

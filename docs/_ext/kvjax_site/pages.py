@@ -78,10 +78,10 @@ def overview(axis: str, entries: Sequence[Entry]) -> str:
 def _table(axis: str, entries: Sequence[Entry]) -> list[str]:
     if axis == "storages":
         lines = ["| storage | bytes of a slot, from 512 | what a slot holds | paper |", "|---|---|---|---|"]
-        cells = [(str(bytes_of(entry, entry.example, "bfloat16")),) for entry in entries]
+        cells = [[str(bytes_of(entry, entry.example, "bfloat16"))] for entry in entries]
     else:
         lines = ["| name | what it does | paper |", "|---|---|---|"]
-        cells = [() for _ in entries]
+        cells = [[] for _ in entries]
     for entry, more in zip(entries, cells, strict=True):
         row = (f"[`{entry.name}`]({entry.name}.md)", *more, markdown(summary(entry.doc)), paper_links(papers_of(entry)))
         lines.append("| " + " | ".join(row) + " |")
@@ -236,7 +236,7 @@ def _leaderboard(entry: Entry, root: Path) -> list[str]:
     ]  # fmt: skip
     for row in rows:
         cells = cells_of(row, {})
-        lines.append(f"| {cells['cache']} | {row['budget']:.0%} | {cells['held']} | {cells['perplexity']} |")
+        lines.append(f"| {cells['cache']} | {100 * row['budget']:g} % | {cells['held']} | {cells['perplexity']} |")
     return [*lines, ""]
 
 

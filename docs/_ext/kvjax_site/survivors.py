@@ -67,7 +67,9 @@ def compresses(spec: Any) -> bool:
 def measure(entry: Entry) -> Retained:
     """Returns for each token the last query that saw it."""
     spec = spec_of(entry)
-    tokens = np.array(model().tokenizer.encode(TEXT))[:LENGTH]
+    tokenizer = model().tokenizer
+    assert tokenizer is not None
+    tokens = np.array(tokenizer.encode(TEXT))[:LENGTH]
     assert len(tokens) == LENGTH, f"the text has {len(tokens)} tokens"
     return retained(model(), tokens[None], spec, prompt_length=LONG_PROMPT if compresses(spec) else PROMPT)
 
@@ -85,7 +87,7 @@ def draw(result: Retained) -> bytes:
     figure = Figure(figsize=(3.5 * heads, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     query, token = np.arange(length)[:, None], np.arange(length)
-    for head, axes in enumerate(np.atleast_1d(figure.subplots(1, heads, sharey=True))):
+    for head, axes in enumerate(figure.subplots(1, heads, sharey=True, squeeze=False)[0]):
         seen = (token <= query) & (query <= result.last_seen[layer, 0, head, :length])
         image = np.where(seen[..., None], SEEN, np.where((token <= query)[..., None], EVICTED, PAPER))
         axes.imshow(image, extent=(0, length, length, 0), interpolation="nearest")
