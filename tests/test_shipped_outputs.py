@@ -19,7 +19,10 @@ def weights_of(path):
         return image.text[plots.WEIGHTS]
 
 
-@pytest.mark.parametrize("name", ["colab/quickstart.ipynb", "colab/h2o_survivors.png", "experiments/measured/demo.png"])
+NOTEBOOKS = sorted(f"colab/{path.name}" for path in (ROOT / "colab").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("name", [*NOTEBOOKS, "colab/h2o_survivors.png", "experiments/measured/demo.png"])
 def test_an_output_names_the_weights(name):
     assert weights_of(ROOT / name) == identity.of_weights("kvjax-tiny"), HINT
 
