@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-nbformat = pytest.importorskip("nbformat", reason="the notebook needs nbformat: pip install 'kvjax[notebook]'")
+nbformat = pytest.importorskip("nbformat", reason="notebooks need nbformat: pip install 'kvjax[notebook]'")
 
 FOLDER = ROOT / "colab"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
@@ -103,7 +103,7 @@ def cell(notebook, name):
 
 
 def printed(notebook, name=None) -> str:
-    """What the notebook, or one of its cells, printed."""
+    """Returns the text that the notebook, or one of its cells, printed."""
     cells = notebook.cells if name is None else [cell(notebook, name)]
     outputs = [o for each in cells for o in each.get("outputs", ()) if o.output_type == "stream"]
     return "".join(o.text for o in outputs if o.name == "stdout")
