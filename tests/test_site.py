@@ -302,3 +302,8 @@ def test_papers_of_docstrings():
 )
 def test_formulas_are_no_markup(text, expected):
     assert docstrings.escaped_rst(text) == expected
+
+
+def test_arguments_are_no_links():
+    text = docstrings.literal("the `window` newest, see `evict` and ``window``", {"window"})
+    assert text == "the ``window`` newest, see `evict` and ``window``"

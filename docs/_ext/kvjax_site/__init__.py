@@ -6,6 +6,7 @@ tests need neither Sphinx nor a folder.
 
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import re
 import sys
@@ -132,8 +133,12 @@ def _read(app: Any, name: str, source: list[str]) -> None:
 
 
 def _docstring(app: Any, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Escapes what reStructuredText would take for markup in the formulas of docstrings."""
-    lines[:] = docstrings.escaped_rst("\n".join(lines)).split("\n")
+    """Escapes what reStructuredText would take for markup, and links no argument to what else has its name."""
+    try:
+        arguments = set(inspect.signature(value).parameters) if callable(value) else set()
+    except (TypeError, ValueError):
+        arguments = set()
+    lines[:] = docstrings.escaped_rst(docstrings.literal("\n".join(lines), arguments)).split("\n")
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -36,6 +36,11 @@ def paper_links(numbers: list[str]) -> str:
 _KEPT = re.compile(r"``.+?``|`[^`]*`|(?<![\w*])\*\w[\w ]*\*(?![\w*])", re.DOTALL)
 
 
+def literal(text: str, names: set[str]) -> str:
+    """Makes literals of some names in backticks, which otherwise are links to what has such a name."""
+    return re.sub(r"(?<!`)`(\w+)`(?!`)", lambda found: f"``{found[1]}``" if found[1] in names else found[0], text)
+
+
 def escaped_rst(text: str) -> str:
     """Escapes asterisks and bars, which formulas and shapes have, for reStructuredText."""
     parts, end = [], 0

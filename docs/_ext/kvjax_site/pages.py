@@ -173,8 +173,8 @@ def _drawn(entry: Entry, pictures: Mapping[str, str]) -> list[str]:
         "## What it keeps", "",
         f"![Which tokens each query of kvjax-tiny saw under {entry.name}, in two KV heads]({pictures[entry.name]})", "",
         f"Both KV heads of layer {survivors.DRAWN} of kvjax-tiny under `{survivors.example_of(entry)}`, on a story of "
-        f"{survivors.LENGTH} tokens, of which {prompt} are the prompt. A row is a query, a column is a token: dark "
-        "where the query saw the token, light where it had been evicted"
+        f"{survivors.LENGTH} tokens, of which the first {prompt}, to the dashed line, are the prompt. A "
+        "row is a query, a column is a token: dark where the query saw the token, light where it had been evicted"
         f"{' or, later, was not chosen again' if entry.name in ('lru', 'counter') else ''}.", "",
     ]  # fmt: skip
 

@@ -31,7 +31,7 @@ TEXT = (
     "and held a lamp. He asked the boy for the lock code of Clara. The lock code of Clara is 5318, the boy said."
 )
 #: Changes whenever the pictures would.
-VERSION = "1"
+VERSION = "2"
 SEEN, EVICTED, PAPER = (0.13, 0.36, 0.62), (0.87, 0.90, 0.94), (1.0, 1.0, 1.0)
 
 
@@ -96,7 +96,6 @@ def draw(result: Retained) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
         if head == 0:
             axes.set_ylabel("query")
-            axes.text(length - 3, prompt - 3, "end of the prompt", ha="right", va="bottom", fontsize=8, color="0.25")
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=100, metadata={"Software": ""})
     return out.getvalue()
