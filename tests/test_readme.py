@@ -27,7 +27,13 @@ def test_links():
     assert not unlinked
 
 
+def example(text):
+    """The code of the first example, and what it prints."""
+    return re.search(r"```python\n(import kvjax\n.*?)```\n\n```text\n(.*?)```", text, re.DOTALL).groups()
+
+
 def test_the_first_example_prints_what_the_page_says(capsys):
-    code, printed = re.search(r"```python\n(import kvjax\n.*?)```\n\n```text\n(.*?)```", TEXT, re.DOTALL).groups()
+    code, printed = example(TEXT)
+    assert example((ROOT / "docs" / "index.md").read_text()) == (code, printed), "the site's first page has the same"
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out == printed
