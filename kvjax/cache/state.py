@@ -26,7 +26,7 @@ class LayerKV(flax.struct.PyTreeNode):
 
     Attributes:
       position: [B, K, S] int32 absolute token position, -1 = empty. Live positions of a head are distinct.
-      stores: keys and values, in the order of `Group.stores`.
+      stores: keys and values, leaves [B, K, S, ...], in the order of `Group.stores`.
       stats: statistic name -> [B, K, S, ...].
       index: the selection's index, leaves [B, K, ...].
       dim: D, the number of features of a head.

@@ -99,7 +99,7 @@ def generate(
       max_new_tokens: the maximum number of new tokens per row, at least 1.
       lengths: [B] int, the number of real tokens of each row; None for T, or for the whole rows of a list.
       sampler: how a token is chosen from the logits.
-      key: random key for sampling; None for `jax.random.key(0)`.
+      key: [] random key for sampling; None for `jax.random.key(0)`.
       stop: token ids that end a row. The stop token is part of the result.
       stream: a function that is called after every step with the new token of each row, [B] int32, `PAD` for a row that
         has ended.

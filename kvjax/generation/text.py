@@ -66,7 +66,7 @@ def generate_text(
       max_new_tokens: the maximum number of new tokens per row; None for that of the checkpoint, or else 256.
       sampler: how a token is chosen from the logits; None for that of the checkpoint, or else greedy.
       stop: token ids that end a row; None for the model's (`Model.eos_token_ids`), () for none.
-      key: random key for sampling; None for `jax.random.key(0)`.
+      key: [] random key for sampling; None for `jax.random.key(0)`.
       template: the name of the chat template, if there are several; None for the default one.
       options: further arguments of `kvjax.generate`, such as `storage` and `prefill_block`.
 

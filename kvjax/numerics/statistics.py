@@ -174,19 +174,19 @@ class Statistic:
         return jnp.einsum("bkts,bt...->bks...", terms, weight, precision=jax.lax.Precision.HIGHEST)
 
     def join(self, one: Array, other: Array) -> Array:
-        """Combines the columns of two sets of queries of a block."""
+        """Combines the columns [...] of two sets of queries of a block, in the same shape."""
         return jnp.maximum(one, other) if self.largest else one + other
 
     def counted(self, first: Array, last: Array, newest: Array) -> Array:
         """Computes the columns of ``one`` from the positions of the queries that see a slot.
 
         Args:
-          first: int32, the first query that sees the slot.
-          last: int32, the last one; below `first` if none does.
-          newest: int32, the block's newest query.
+          first: [...] int32, the first query that sees the slot.
+          last: [...] int32, the last one; below `first` if none does.
+          newest: [...] int32, the block's newest query.
 
         Returns:
-          float32, of the shape that the arguments broadcast to.
+          [...] float32, of the shape that the arguments broadcast to.
         """
         count = jnp.maximum(last - first + 1, 0)
         match self.accumulate:

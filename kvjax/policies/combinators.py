@@ -50,7 +50,7 @@ class Best(Scope):
         return self.policy.reads
 
     def kept(self, budget: Array | int) -> Any:
-        """Returns b - ⌊fraction·b⌋ for a number or an array of integers."""
+        """Returns b - ⌊fraction·b⌋ for a number or integers [...], in the same shape."""
         share = exact(self.fraction)
         return budget - budget * share.numerator // share.denominator
 

@@ -27,7 +27,7 @@ class View(NamedTuple):
       newest: [B] int32 position of each row's newest token; -1 for a row without a token in this block.
       budget: [B] int32 slots per KV head that each row may keep.
       prompt: [B] int32 tokens of each row's prompt.
-      layer: index of the layer, a number or int32.
+      layer: index of the layer, a number or [] int32.
       decoding: whether the prompt is over.
       heads: the model's indices of these KV heads, a tuple or [K] int32; None = all, in order.
     """
@@ -175,7 +175,7 @@ class Folded(NamedTuple):
     Attributes:
       key: [B, K, S, D] as stored.
       value: [B, K, S, D].
-      stats: the statistics, including those in `Merge.remembers`.
+      stats: the statistics [B, K, S, ...], including those in `Merge.remembers`.
     """
 
     key: Array
@@ -207,7 +207,7 @@ class Merge:
           key: [B, K, S, D] as stored.
           value: [B, K, S, D] as stored.
           victim: [B, K, S] bool.
-          stats: the statistics of the step.
+          stats: the statistics of the step, [B, K, S, ...].
           view: the slots of the step; use `key` and `value` instead of those in the view.
           tokens: the largest number of victims of a head.
         """

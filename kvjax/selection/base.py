@@ -70,7 +70,7 @@ class SelectView(NamedTuple):
       slot: [B, K] int32 the slot that holds the newest token, or will hold it after the step; undefined for a row
         without a token.
       scale: factor of the logits.
-      layer: index of the layer, an array where layers are traced.
+      layer: index of the layer, a [] int32 array where layers are traced.
       window: the number of newest positions that a query sees, including its own; None = all.
       first: [B] int32 position of the step's first token, -1 for a row without a token; None = `newest`, in decoding.
       skew: [K, D, D] of the layer, see `kvjax.models.skew`; None = the identity.

@@ -80,7 +80,7 @@ class Pages(Selection):
         Args:
           summary: of one page, [...] each.
           key: [D] rotated, exact.
-          slot: int32, the key's slot in the page.
+          slot: [] int32, the key's slot in the page.
         """
         raise NotImplementedError
 

@@ -28,7 +28,7 @@ class Request:
     """A prompt, and how it is continued.
 
     Attributes:
-      tokens: token ids of the prompt; of a request with a prefix, those that follow it, possibly none.
+      tokens: [n] token ids of the prompt; of a request with a prefix, those that follow it, possibly none.
       max_new_tokens: the maximum number of new tokens, at least 1.
       stop: token ids that end the request, in addition to those of the runner. The stop token is part of the result.
       sampler: how a token is chosen from the logits; None for the runner's sampler.

@@ -59,7 +59,7 @@ class Codec:
         Args:
           x: [..., dim] float32.
           left_out: [..., dim] bool; what these entries decode to does not matter. They are taken as 0.
-          side: as in `encode`.
+          side: as in `encode`, leaves [..., *shape].
           dtype: the model's.
         """
         return self.encode(jnp.where(left_out, 0.0, x), side, dtype)
@@ -69,8 +69,8 @@ class Codec:
 
         Args:
           parts: [..., *shape] of the vectors.
-          side: as in `decode`; may be None while a program is planned, when only shapes matter: a map that needs it
-            reads it when it is called.
+          side: as in `decode`, leaves [..., *shape]; may be None while a program is planned, when only shapes matter: a
+            map that needs it reads it when it is called.
           dim: channels of a vector.
         """
         return None
@@ -170,7 +170,7 @@ def round_trip(codec: Codec | BlockCodec, x: Array, side: Parts | None, dtype: D
     Args:
       codec: see `Codec` and `BlockCodec`.
       x: [..., dim] float; [..., n, dim] of a codec of blocks.
-      side: what vectors share, a constant to a gradient; None for codecs without any.
+      side: what vectors share, leaves [..., *shape], a constant to a gradient; None for codecs without any.
       dtype: the model's dtype.
 
     Returns:

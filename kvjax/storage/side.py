@@ -117,7 +117,7 @@ class Side:
         return 2 if self.when == PROMPT else 1
 
     def prepared(self, view: Any, dim: int, dtype: DTypeLike) -> dict[str, Array]:
-        """Calls `prepare` and rounds its result to what is stored.
+        """Calls `prepare` and rounds its result to what is stored, leaves [B, K, *shape], [K, *shape] or [1, *shape].
 
         Raises:
           StorageError: the result does not have the names of `parts`, or arrays of other shapes.
