@@ -88,7 +88,7 @@ def start(task: str, values: flags.FlagValues, argv: Sequence[str]) -> int:
     pythons = decode.interpreters(values.python)
     if task in AGAINST:
         if task in DEFAULT_PEERS and not values["against"].present:
-            values.against = [DEFAULT_PEERS[task]]
+            values["against"].value = [DEFAULT_PEERS[task]]
         AGAINST[task](values)
         peers.check_installed(decode.names_of_peers(values.against), pythons)
     environment = machine.environment() | {"peers": peers.versions(pythons)}
