@@ -100,7 +100,9 @@ def wheel(tmp_path_factory):
 
 
 def files(folder, name: str) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in (folder / name).rglob("*") if path.is_file()}
+    """The files of a package, without byte code, which the build may have left in the sources."""
+    found = (path for path in (folder / name).rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {path.relative_to(folder).as_posix() for path in found}
 
 
 def test_a_wheel_without_a_compiler_brings_sources_alone(wheel):
