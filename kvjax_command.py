@@ -1,8 +1,8 @@
 """The console command ``kvjax``: one entry point to the programs that ``python -m`` runs too.
 
-It is a module of its own because it must start where `experiments` cannot be imported: that package needs the extra
-``experiments``, which a server does without, and `kvjax` knows nothing of it. Neither jax nor a program is imported
-before a command is chosen, so that ``kvjax --help`` takes no time.
+It is a separate module because it must start where `experiments` cannot be imported, which needs the extra
+``experiments``, while the server does not; and because `kvjax` imports nothing of `experiments`. Neither jax nor a
+program is imported before a command is chosen, so that ``kvjax --help`` takes no time.
 """
 
 import importlib

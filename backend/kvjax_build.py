@@ -1,7 +1,7 @@
 """Builds distributions of kvjax: setuptools, with the configs of experiments in wheels, and in wheels for x86-64 Linux
 the C++ libraries of its products.
 
-A clone has the configs in a folder of its own. A wheel has them as data of the package `experiments`: installed beside
+A clone has the configs in the folder `configs`. A wheel has them as data of the package `experiments`: installed beside
 it, they would take the name ``configs`` from every other package, and a mapping of setuptools (``package-dir``) would
 turn an editable install into an import hook; see pyproject.toml.
 

@@ -30,7 +30,7 @@ repository = ""
 default_role = "py:obj"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # types are in the docstrings, beside shapes
-autodoc_inherit_docstrings = False  # a method that says nothing of its own is listed where it is described
+autodoc_inherit_docstrings = False  # a method without a docstring is documented in its base class
 # Attributes of a dataclass are a list, not entries of their own: many are properties too, which would be there twice.
 napoleon_use_ivar = True
 napoleon_google_docstring, napoleon_numpy_docstring = True, False

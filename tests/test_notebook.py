@@ -91,7 +91,7 @@ def executed(kernel):
 
 
 def lower(notebook, sizes):
-    """Changes constants of the cell `sizes`, each of which has a line of its own."""
+    """Changes constants of the cell `sizes`, which has one per line."""
     for name, value in sizes.items():
         own = cell(notebook, "sizes")
         own.source, count = re.subn(rf"^{name} = [^#\n]*", f"{name} = {value!r}  ", own.source, flags=re.MULTILINE)

@@ -66,7 +66,7 @@ def lacks_shapes(thing) -> list[str]:
             continue
         described = name != "return" and re.search(r"^(Args|Attributes):$", doc, re.MULTILINE)
         said = "".join(re.findall(rf"^  \*?{name}: (.*(?:\n    .*)*)", doc, re.MULTILINE)) if described else doc
-        together = inspect.isclass(thing) and re.search(r"\[[^\]]*\]", docstrings.summary(doc))  # of all attributes
+        together = inspect.isclass(thing) and re.search(r"\[[^\]]*\]", docstrings.summary(doc))  # for all attributes
         if not together and not re.search(r"\[[^\]]*\]|see `", said):
             found.append(name)
     return found

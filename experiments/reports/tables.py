@@ -13,7 +13,7 @@ NONE = "-"
 
 
 class Section(NamedTuple):
-    """A table of a report under a heading of its own.
+    """A table of a report, with its heading.
 
     Attributes:
       title: the heading.

@@ -11,8 +11,8 @@ from experiments.runs.measure import Measurement
 from kvjax.analysis.viewer import CacheView, Viewer
 from kvjax.models.model import Model
 
-#: Slots of all caches on a page: a bit each, and a byte of those that are held where the policy keeps a statistic. With
-#: the full cache, a window and H2O at 20 %, a page of so many has 0.9 MB.
+#: The largest number of slots of all caches on a page: one bit each, and one byte for each that is held if the policy
+#: keeps a statistic. With the full cache, a window and H2O at 20 %, the page is then 0.9 MB.
 MOST_SLOTS = 4 << 20
 
 

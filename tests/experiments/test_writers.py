@@ -103,7 +103,7 @@ def test_a_finished_run_is_copied_in_the_order_of_its_steps(tmp_path):
     assert ("loss/full/nats", 2.0, 1) in board.scalars and board.closed and board.made[1] is None
 
 
-def test_a_training_that_goes_on_is_the_same_run(tmp_path):
+def test_a_resumed_training_is_the_same_run(tmp_path):
     """Its later steps are dropped by TensorBoard, and Weights & Biases gets the same id."""
     path, names = tmp_path / "metrics.jsonl", ["tensorboard", "wandb"]
     log = program.Log(path, 0, TrainConfig(name="small"), names)

@@ -187,7 +187,7 @@ def _costs(entry: Entry, root: Path) -> list[str]:
     lines = ["## What it costs", "", "| | |", "|---|---|"]
     lines.append(f"| statistics of attention | {', '.join(f'`{each.name}`' for each in needs) or 'none'} |")
     if remembers:
-        lines.append(f"| statistics of its own | {', '.join(f'`{each}`' for each in remembers)} |")
+        lines.append(f"| additional statistics | {', '.join(f'`{each}`' for each in remembers)} |")
     total = sum(_bytes(each) for each in needs) + 4 * len(remembers)
     lines.append(f"| bytes of a slot for these | {total}, besides 4 for its position |")
     reads = sorted(getattr(made, "reads", ()))
