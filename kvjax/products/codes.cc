@@ -41,8 +41,9 @@ constexpr int64_t kStrip = 256;
 // Rows of codes that are fetched ahead. The next strip would be too far: where rows lie a multiple of 4,096 bytes apart,
 // as those of an output head do, their lines share a set of the cache and drive each other out.
 constexpr int64_t kAhead = 32;
-// Registers of columns that one row of x adds up; several rows have a part of them each.
-constexpr int kColumns = kLanes == 16 ? 16 : 8;
+// Registers of columns that R rows of x add up: those of a cache line of codes where there are as many.
+template <int R>
+constexpr int kColumns = kLanes == 16 ? 4 : 8 / R;
 constexpr int64_t kMaxRows = 64;
 constexpr int kTable = 16;  // levels of codes of up to 4 bits
 
@@ -475,7 +476,7 @@ void OfWeights(ffi::ThreadPool& pool, const L& levels, const Weights& of, const 
               sums + r * kStrip + n, start + n);
         };
         constexpr std::integral_constant<int, 1> one;
-        constexpr std::integral_constant<int, kColumns / R> several;
+        constexpr std::integral_constant<int, kColumns<R>> several;
         int64_t n = 0;
         for (; n + several.value * kLanes <= columns; n += several.value * kLanes) add(several, std::true_type{}, n);
         for (; n + kLanes <= columns; n += kLanes) add(one, std::true_type{}, n);
