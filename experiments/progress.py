@@ -1,4 +1,4 @@
-"""Progress of a long program: a bar on a terminal; elsewhere a line for each item, and one every ten seconds."""
+"""Progress of a long program: a bar on a terminal; elsewhere a line for each item, longer stage and ten seconds."""
 
 import contextlib
 import functools
@@ -10,11 +10,13 @@ from typing import TypeVar
 
 from tqdm.auto import tqdm
 
+from experiments.stages import Stages, shown_by
 from kvjax.parallel import distributed
 
 T = TypeVar("T")
 
 LINE_SECONDS = 10.0  # between lines of what goes on
+STAGE_SECONDS = 2.0  # after which a new stage has a line of its own
 
 
 def tracked(
@@ -26,14 +28,15 @@ def tracked(
     leave: bool = True,
     seconds: Callable[[T], float] | None = None,
 ) -> Iterator[T]:
-    """Yields items, and says on stderr which one is worked on.
+    """Yields items, and says on stderr which one is worked on, and in which stage it is (`experiments.stages`).
 
     Args:
       items: what is worked on.
       unit: what an item is.
       name: of an item.
-      show: whether to say anything; None = a bar on a terminal, and elsewhere a line when an item is done and one every
-        `LINE_SECONDS` before. Of several processes the first one says it.
+      show: whether to say anything; None = a bar on a terminal, and elsewhere a line when an item is done, and before
+        that one for a new stage, after `STAGE_SECONDS`, and one every `LINE_SECONDS`. Of several processes the first
+        one says it.
       leave: whether the bar stays.
       seconds: that an item took, once it is done; None = since the one before it.
     """
@@ -42,28 +45,44 @@ def tracked(
     bar = tqdm(items, unit=unit, disable=not (show or (show is None and terminal)), leave=leave)
     for number, item in enumerate(bar):
         bar.set_description(name(item))
-        if show is not None or terminal:
+        if show is False:
             yield item
             continue
+        if show or terminal:
+            with shown_by(Stages(bar.set_postfix_str)):
+                yield item
+            continue
         start, said = time.perf_counter(), f"{unit} {number + 1} of {len(items)}: {name(item)}"
-        with lines(functools.partial("{}, {:.0f} s so far".format, said)):
+        stages = Stages()
+        with shown_by(stages), lines(functools.partial(_line, said, stages, name(item)), stages.text):
             yield item
         took = time.perf_counter() - start if seconds is None else seconds(item)
         print(f"{said}, {took:.1f} s", file=sys.stderr, flush=True)
 
 
+def _line(said: str, stages: Stages, name: str, seconds: float) -> str:
+    """Returns a line about an item that is worked on: ``policy 2 of 7: h2o (compiling), 12 s so far``."""
+    stage = stages.text(name)
+    return f"{said}{f' ({stage})' if stage else ''}, {seconds:.0f} s so far"
+
+
 @contextlib.contextmanager
-def lines(text: Callable[[float], str]) -> Iterator[None]:
-    """Prints a line on stderr every `LINE_SECONDS`, for a log.
+def lines(text: Callable[[float], str], stage: Callable[[], str] = str) -> Iterator[None]:
+    """Prints a line on stderr every `LINE_SECONDS`, and within `STAGE_SECONDS` of a new stage, for a log.
 
     Args:
       text: seconds since the beginning -> the line.
+      stage: the stage now; empty = none.
     """
     start, ended = time.perf_counter(), threading.Event()
 
     def run() -> None:
-        while not ended.wait(LINE_SECONDS):
-            print(text(time.perf_counter() - start), file=sys.stderr, flush=True)
+        printed, last = start, ""
+        while not ended.wait(min(LINE_SECONDS, STAGE_SECONDS)):
+            now, current = time.perf_counter(), stage()
+            if now - printed >= 0.99 * LINE_SECONDS or current not in ("", last):
+                print(text(now - start), file=sys.stderr, flush=True)
+                printed, last = now, current
 
     thread = threading.Thread(target=run, daemon=True, name="progress")
     thread.start()

@@ -2,9 +2,13 @@
 
     python -m experiments.sweep --config=h2o_tiny --sweep=policy.budget=0.1,0.2,0.5 --sweep=policy.name=h2o,window
 
+The table begins with the full cache, which is measured once for each text; --nofull leaves it out. It has 95 %
+intervals over rows and prompts, and warnings where these are too few to tell caches apart.
+
 Any field can be swept: --sweep='storage=dense,int8,int4(residual=32)', --sweep='selection=everything,optimal(64)'.
 Where storages are swept the plot shows quality against the bytes held, otherwise against the budget; if dense is one of
-them, sweep.md has what each of the others costs against it, text by text (seed by seed). sweep.json has the numbers.
+them, sweep.md has what each of the others costs against it, text by text (seed by seed). sweep.html is one file with
+the table, the plot and links to a page of each run, beside the runs' results; sweep.json has the numbers.
 Where nothing is timed (--config.repeats=0), budgets of one sweep share compiled programs: arrays have room for the
 largest, and the bytes that are reported are those of each.
 Results are JSON files in OUTPUT/NAME-sweep/, named by a hash of the resolved config and of the contents of the files
@@ -28,6 +32,8 @@ from experiments import cli
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string("sweep", [], "FIELD=VALUE,VALUE,...; may be repeated", flag_values=values)
+    about = "measure the full cache too, once for each text, and put it first in the table"
+    flags.DEFINE_bool("full", True, about, flag_values=values)
     flags.DEFINE_bool("rerun", False, "run what there is a result of too", flag_values=values)
     about = "I/N: run every N-th combination from the I-th on, without claims, as in 2/8"
     flags.DEFINE_string("shard", None, about, flag_values=values)

@@ -12,10 +12,10 @@ from absl import flags
 
 from experiments import fields, results, specs, writers
 from experiments.config import ExperimentConfig
-from experiments.reports import heat_maps, html_report, plots
+from experiments.reports import heat_maps, plots, run_page
 from experiments.reports import tables as report
 from experiments.runs import identity, machine
-from experiments.runs.resolve import CannotRun, codes_of, decoder_config, dtype_of, specs_of
+from experiments.runs.resolve import CannotRun, codes_of, decoder_config, dtype_of, model_name, specs_of
 from experiments.runs.session import Outcome, Session, describe
 from experiments.tasks import answering, score
 from kvjax.errors import ConfigError, KvjaxError
@@ -40,6 +40,8 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
     score.check(config.recall)
     answering.check(config.tasks)
     session = Session(view=True)
+    if distributed.is_first():
+        print(f"loading {model_name(config.model)} ...", file=sys.stderr, flush=True)
     print(describe(session.model(config), config.model), flush=True)
     if not distributed.is_first():
         session.run(config, progress=progress)
@@ -109,10 +111,7 @@ def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str
     labels = [row["policy"] for row in rows]
     (folder / "report.png").write_bytes(plots.run_plot(outcome.measurements, weights))
     task_plots, sections = _write_answers(folder, outcome), report.sections(summaries)
-    where = f"{environment['device']} ({environment['cpu']}, {environment['cores']} cores)"
-    versions = f"jax {environment['jax']}, Python {environment['python']}, commit {environment['commit'] or 'unknown'}"
-    paragraphs = [outcome.model, outcome.text, *(f"Note: {note}" for note in outcome.notes)]
-    paragraphs += [f"On {where}; {versions}."]
+    paragraphs = run_page.about(outcome, environment)
     text = report.markdown(config.name, [*paragraphs, *([f"`{command}`"] if command else [])], rows, "report.png")
     samples = [
         f"- **{label}**: {' '.join(sample.split())[:400]!r}"
@@ -134,11 +133,8 @@ def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str
         )
     )
     files = {f"Plot of {config.name}": "report.png"} | task_plots
-    page = html_report.page(
-        config.name, paragraphs, command=command, rows=rows, sections=sections, viewer=outcome.viewer,
-        plots={about: (folder / name).read_bytes() for about, name in files.items()},
-        texts=list(zip(labels, outcome.continuations, strict=True)),
-    )  # fmt: skip
+    drawn = {about: (folder / name).read_bytes() for about, name in files.items()}
+    page = run_page.page(config, outcome, command=command, plots=drawn, paragraphs=paragraphs)
     (folder / "report.html").write_text(page, encoding="utf-8")
 
 

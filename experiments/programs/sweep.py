@@ -1,13 +1,15 @@
 """Runs the combinations of a sweep that are missing, and reports all; see `experiments.sweep`."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 import shlex
+import shutil
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ from experiments import config as configs
 from experiments import fields, results, specs
 from experiments.config import ExperimentConfig
 from experiments.progress import tracked
-from experiments.reports import plots, tables, trades
+from experiments.reports import tables, trades
 from experiments.runs import identity, machine
 from experiments.runs.session import Session
-from experiments.sweeps import seeds, sharing
+from experiments.sweeps import doubts, report, sharing
+from experiments.sweeps.intervals import FULL
+from experiments.sweeps.report import write
 from experiments.sweeps.sharing import MISSING, Shard
+from experiments.sweeps.table import cells, other_code
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.parallel import distributed
 from kvjax.specs import user_files
@@ -30,11 +35,7 @@ from kvjax.typing import JsonObject
 Axis = tuple[str, list[Any]]  # a field and its values
 SOME_FAILED = 1
 MAX_PADDING = 8  # the largest budget over the smallest for which they share arrays
-COMMIT = 10  # digits of a commit that are shown
-OTHER_CODE = " *"  # marks results that were computed by other code
-_NAMING = ("policy.name", "storage", "selection")  # the fields that a policy's name in reports is made of
-_NUMBERS = ("budget", "perplexity", "agreement", "same_until", "recall", "kv_bytes", "full_kv_bytes")  # in sweep.json
-_COLUMNS = dict.fromkeys(_NAMING, "policy") | {"policy.budget": "budget (slots)"}  # of `report.cells`
+NARROW = 100  # columns, of a terminal whose width is not known
 
 
 def parse_axis(text: str) -> Axis:
@@ -71,25 +72,39 @@ def product(base: ExperimentConfig, axes: Sequence[Axis]) -> list[tuple[JsonObje
     return combinations
 
 
+def with_full(config: ExperimentConfig, full: bool) -> ExperimentConfig:
+    """Returns a config whose baselines begin with the full cache, or do without it.
+
+    A session measures the full cache once for all configs of one text and one model.
+    """
+    baselines = tuple(name for name in config.baselines if name.strip() != FULL)
+    return dataclasses.replace(config, baselines=(FULL, *baselines) if full else baselines)
+
+
 def sweep(
     base: ExperimentConfig,
     axes: Sequence[Axis],
     *,
+    full: bool = True,
     rerun: bool = False,
     shard: Shard | None = None,
     wait: bool = False,
     progress: bool | None = None,
+    argv: Sequence[str] | None = None,
 ) -> tuple[Path, list[tables.Row]]:
     """Runs what is missing of a product and is not left to other workers; see `experiments.sweeps.sharing`.
 
     Args:
       base: the config whose fields the product sets.
       axes: fields and their values.
+      full: whether the full cache is measured too, once for all combinations with the same text and model.
       rerun: run everything, whether there is a result or not; a result that another worker has written since this call
         began counts.
       shard: run these combinations; None = those that this worker can claim.
       wait: stay until there are results of those that others have claimed too.
       progress: see `experiments.progress.tracked`.
+      argv: the command. With it, each run that is measured writes a page beside its result, as single runs do; None =
+        no pages.
 
     Returns:
       The folder, and every combination's result: what it set, status ("ok", "failed", or "missing" where it is left to
@@ -99,7 +114,8 @@ def sweep(
     Raises:
       ConfigError: the folder cannot be written, before anything is run.
     """
-    return run_all(base, product(base, axes), rerun=rerun, shard=shard, wait=wait, progress=progress)
+    combinations = [(swept, with_full(config, full)) for swept, config in product(base, axes)]
+    return run_all(base, combinations, rerun=rerun, shard=shard, wait=wait, progress=progress, argv=argv)
 
 
 def run_all(
@@ -111,6 +127,7 @@ def run_all(
     wait: bool = False,
     progress: bool | None = None,
     session: Session | None = None,
+    argv: Sequence[str] | None = None,
 ) -> tuple[Path, list[tables.Row]]:
     """Runs what is missing of combinations; see `sweep`.
 
@@ -122,6 +139,7 @@ def run_all(
       wait: see `sweep`.
       progress: see `sweep`.
       session: runs the configs, and keeps what several calls share; None = a new one.
+      argv: see `sweep`.
     """
     capacity = capacity_of([config.policy.budget for _, config in combinations])
     before = Path(base.output) / f"{base.name}-sweep"
@@ -139,7 +157,8 @@ def run_all(
         while left:
             for i in tracked(left, unit="run", name=lambda i: _named(combinations[i][0]), show=progress):
                 swept, config = combinations[i]
-                run = functools.partial(_attempt, session, config, swept, contents[i], capacity)
+                write_page = None if argv is None else functools.partial(report.write_run, folder, names[i], argv)
+                run = functools.partial(_run_one, write_page, session, config, swept, contents[i], capacity)
                 if (result := shared.attempt(i, names[i], run)) is not None:
                     done[i] = result
             left = [i for i in left if i not in done]
@@ -191,6 +210,17 @@ def capacity_of(budgets: Sequence[int | float]) -> int | float | None:
     return max(valid)
 
 
+def _run_one(
+    write_page: Callable[..., None] | None, session: Session, config: ExperimentConfig, *given: Any
+) -> tables.Row:
+    """Returns one run's result, see `_attempt`, after its page is written."""
+    result = _attempt(session, config, *given)
+    outcome = result.pop("outcome", None)
+    if write_page is not None and outcome is not None:
+        write_page(config, result["swept"], outcome)
+    return result
+
+
 def _attempt(
     session: Session,
     config: ExperimentConfig,
@@ -210,7 +240,7 @@ def _attempt(
         identity.check_unchanged(config, contents)
         result["environment"] |= {"explain": outcome.explain()}
         result |= {"status": "ok", "model": outcome.model, "text": outcome.text, "notes": outcome.notes}
-        result["rows"] = outcome.rows()
+        result |= {"rows": outcome.rows(), "outcome": outcome}
     except Exception as error:  # whatever it is, the other combinations go on
         known = isinstance(error, KvjaxError)
         result |= {"status": "failed", "error": str(error) if known else f"{type(error).__name__}: {error}"}
@@ -219,106 +249,13 @@ def _attempt(
     return result | {"seconds": round(time.perf_counter() - start, 3), "swept": swept}
 
 
-def label_of(result: tables.Row) -> str:
-    """Returns the label of a result's policy in tables and plots."""
-    return str(result.get("label", result["policy"]))
-
-
-def cells(found: Sequence[tables.Row]) -> list[dict[str, str]]:
-    """One line a combination, all seeds in one: what it set, then what came of it."""
-    lines = []
-    for group in seeds.groups(found):
-        done = [result for result in group if result["status"] == "ok"]
-        shown = done[0] if done else group[0]
-        swept = shown["swept"] | ({seeds.SEED: f"{len(done)} seeds"} if len(group) > 1 else {})
-        line = {_COLUMNS.get(path, path.split(".")[-1]): str(value) for path, value in swept.items()}
-        if done:
-            line |= seeds.cells([tables.own_row(result) for result in done])
-        line |= {"policy": label_of(shown)} if "policy" in line else {}
-        if any(_of_other_code(result) for result in done):
-            first = next(iter(line))
-            line[first] += OTHER_CODE
-        lines.append(line)
-    columns = list(dict.fromkeys(key for line in lines for key in line))
-    return [{key: line.get(key, "FAILED" if key == columns[-1] else tables.NONE) for key in columns} for line in lines]
-
-
-def _of_other_code(result: tables.Row) -> bool:
-    """Whether a result was computed by other sources than these."""
-    return bool(result["environment"].get("code") != identity.code())
-
-
-def points(found: Sequence[tables.Row], quality: str) -> list[tables.Row]:
-    """Returns the points of the plot: the swept budget, or the share of the cache where that has no one unit."""
-    done, spread = [], []
-    for group in seeds.groups([result for result in found if result["status"] == "ok"]):
-        own = [tables.own_row(result) for result in group]
-        if own[0][quality] is None or own[0]["policy"] == "full":
-            continue
-        done.append((group[0], seeds.mean(own)))
-        spread.append(seeds.deviation([row[quality] for row in own]))
-    kinds = {type(row["budget"]) for _, row in done}
-    if kinds == {float}:
-        name, scale = "budget, % of the prompt", lambda row: 100 * row["budget"]
-    elif kinds == {int}:
-        name, scale = "budget, slots per KV head", lambda row: row["budget"]
-    else:
-        name, scale = "KV cache held, % of the full cache", lambda row: 100 * row["kv_bytes"] / row["full_kv_bytes"]
-    factor = 100 if quality == "agreement" else 1
-    shown = []
-    for (result, row), error in zip(done, spread, strict=True):
-        named = ("policy.budget", seeds.SEED, *_NAMING)
-        others = {path: v for path, v in result["swept"].items() if path not in named}
-        label = " ".join([label_of(result), *(f"{path.split('.')[-1]}={value}" for path, value in others.items())])
-        full = next((r[quality] for r in result["rows"] if r["policy"] == "full"), None)
-        known = quality == "perplexity" and full is not None
-        shown.append({
-            "label": label, "x": scale(row), "x_name": name, "y": factor * row[quality],
-            "error": None if error is None else factor * error, "full": full if known else None,
-        })  # fmt: skip
-    return shown
-
-
-def write(folder: Path, base: ExperimentConfig, found: Sequence[tables.Row], command: str) -> list[dict[str, str]]:
-    """Writes sweep.md, sweep.json and sweep.png over the combinations of this call; returns the table's lines."""
-    lines = cells(found)
-    done = [result for result in found if result["status"] == "ok"]
-    paragraphs = list(dict.fromkeys(result[key] for key in ("model", "text") for result in done))
-    quality = "perplexity" if any(tables.own_row(result)["perplexity"] is not None for result in done) else "agreement"
-    storages = any("storage" in result["swept"] for result in found)
-    shown = trades.points(done, quality) if storages else points(found, quality)
-    if shown:
-        draw = trades.plot if storages else plots.sweep_plot
-        folder = sharing.write(folder, "sweep.png", draw(shown, quality))
-    failures = [f"Failed, {_what(result)}: {result['error']}" for result in found if result["status"] != "ok"]
-    paragraphs += other_code(found)
-    text = tables.markdown(f"{base.name}, swept", [*paragraphs, f"`{command}`"], lines, "sweep.png" if shown else None)
-    parts = [text, tables.LEGEND, "", *failures, ""]
-    if costs := trades.costs(done):
-        parts += ["## Against exact slots", "", tables.table(list(map(trades.cost_cells, costs)), "github"), ""]
-    sharing.write(folder, "sweep.md", "\n".join(parts))
-    rows = [{**result["swept"], **{name: tables.own_row(result).get(name) for name in _NUMBERS}} for result in done]
-    numbers = {
-        "environment": machine.environment(), "command": command, "about": paragraphs, "failed": failures,
-        "points": rows, "costs": costs,
-    }  # fmt: skip
-    sharing.write(folder, "sweep.json", results.to_json(numbers))
-    return lines
-
-
-def other_code(found: Sequence[tables.Row]) -> list[str]:
-    """A line about results that were computed by other code, if there are any."""
-    old = [result for result in found if result["status"] == "ok" and _of_other_code(result)]
-    if not old:
-        return []
-    commits = sorted({(result["environment"].get("commit") or "unknown")[:COMMIT] for result in old})
-    of = ", ".join(commits)
-    count = f"{len(old)} of {len(found)} results are of other code (commit {of})"
-    return [f"{OTHER_CODE.strip()} {count}; --rerun computes them anew."]
-
-
-def _what(result: tables.Row) -> str:
-    return ", ".join(f"{path}={value}" for path, value in result["swept"].items())
+def shown(found: Sequence[tables.Row]) -> str:
+    """Returns the table of a sweep for a terminal, without intervals where they would make it too wide for it."""
+    table = tables.table(cells(found))
+    width = shutil.get_terminal_size((NARROW, 24)).columns
+    if not sys.stdout.isatty() or max(map(len, table.splitlines())) <= width:
+        return table
+    return f"{tables.table(cells(found, with_intervals=False))}\n\nsweep.md and sweep.html have 95 % intervals."
 
 
 def start(base: ExperimentConfig, values: flags.FlagValues, argv: Sequence[str]) -> int:
@@ -331,28 +268,31 @@ def start(base: ExperimentConfig, values: flags.FlagValues, argv: Sequence[str])
         raise ConfigError("a sweep's workers share runs, not a model: leave out --distributed and the like.")
     axes = [parse_axis(text) for text in values.sweep]
     shard = None if values.shard is None else sharing.parse_shard(values.shard)
-    folder, every = sweep(base, axes, rerun=values.rerun, shard=shard, wait=values.wait)
+    folder, every = sweep(
+        base, axes, full=values.full, rerun=values.rerun, shard=shard, wait=values.wait, argv=argv
+    )  # fmt: skip
     found = [result for result in every if result["status"] != MISSING]
-    lines = cells(found)
     for about in dict.fromkeys(result["model"] for result in found if result["status"] == "ok"):
         print(about)
-    if lines:
-        print(f"\n{tables.table(lines)}\n")
+    if found:
+        print(f"\n{shown(found)}\n")
     if costs := trades.costs([result for result in found if result["status"] == "ok"]):
         print(f"Against exact slots:\n\n{tables.table(list(map(trades.cost_cells, costs)))}\n")
+    for line in doubts.warnings(found):
+        print(f"Warning: {line}")
     for line in other_code(found):
         print(line)
     failed = [result for result in found if result["status"] != "ok"]
     for result in failed:
-        print(f"failed, {_what(result)}: {result['error']}", file=sys.stderr)
+        print(f"failed, {report.what(result)}: {result['error']}", file=sys.stderr)
     done = f"{len(found) - len(failed)} of {len(every)} runs done"
     if len(found) < len(every):
         print(
             f"{done}, {len(every) - len(found)} left to other workers; results in {folder}/. The last worker writes "
-            "sweep.md and sweep.png; so does the same command once all results are there."
+            "sweep.md, sweep.html and sweep.png; so does the same command once all results are there."
         )
     else:
         # After the table is printed: a full disk must not take it away.
         write(folder, base, found, shlex.join(["python", "-m", "experiments.sweep", *argv[1:]]))
-        print(f"{done}; results, sweep.md and sweep.png in {folder}/")
+        print(f"{done}; results, sweep.md, sweep.html and sweep.png in {folder}/")
     return SOME_FAILED if failed else 0

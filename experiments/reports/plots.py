@@ -25,6 +25,7 @@ LINE = 0.19  # inches of a line of a label
 PANEL = 3.3  # inches of a panel whose ratio is 1
 MAX_LINES = 5  # caches whose lines and bars can be told apart in one plot
 ROW = 0.5  # inches of a cache's row
+ASIDE = 0.006  # of the width of the axes, between the bars of two lines at one place
 
 
 def colors(names: Sequence[str]) -> dict[str, str]:
@@ -241,12 +242,26 @@ def _recall_panel(axes: "Axes", measurements: Sequence[Measurement], color: dict
     axes.tick_params(axis="y", length=0)
 
 
+def error_bar(point: Row) -> list[list[float]] | None:
+    """Returns the lengths of an error bar below and above a point, as matplotlib takes them; None for no bar.
+
+    Args:
+      point: with ``y``; ``interval``, [low, high] or None; and where that is None ``error``, the standard deviation of
+        y over seeds, or None.
+    """
+    if point.get("interval") is not None:
+        low, high = point["interval"]
+        if np.isfinite([low, high]).all():
+            return [[max(point["y"] - low, 0.0)], [max(high - point["y"], 0.0)]]
+    return [[point["error"]], [point["error"]]] if point["error"] else None
+
+
 def sweep_plot(points: Sequence[Row], quality: str) -> bytes:
     """A PNG of quality against budget, a line a policy, the full cache dashed.
 
     Args:
-      points: each with ``label`` (its line), ``x``, ``y``, ``error`` (the standard deviation of y over seeds, or None),
-        ``full`` (the full cache's quality or None), and in the first one ``x_name`` (the axis).
+      points: each with ``label`` (its line), ``x``, ``y``, ``interval`` and ``error`` (see `error_bar`), ``full`` (the
+        full cache's quality or None), and in the first one ``x_name`` (the axis).
       quality: ``perplexity`` or ``agreement``.
     """
     shown = {point["label"]: label_of(point["label"]) for point in points}
@@ -260,24 +275,31 @@ def sweep_plot(points: Sequence[Row], quality: str) -> bytes:
     style(axes, title, points[0]["x_name"], unit)
     labels = list(dict.fromkeys(point["label"] for point in points))
     color, ends = colors(labels), []
+    right = max(point["x"] for point in points)
+    barred = any(error_bar(point) is not None for point in points)
+    edge = right * (1 + ASIDE * len(labels) if barred else 1)
     for label in labels:
-        line = sorted((point["x"], point["y"], point["error"] or 0.0) for point in points if point["label"] == label)
-        xs, ys, errors = zip(*line, strict=True)
-        if any(errors):
-            axes.errorbar(xs, ys, errors, fmt="none", color=color[label], lw=1.2, capsize=3, zorder=2)
+        line = sorted((point for point in points if point["label"] == label), key=lambda point: point["x"])
+        # Bars at one budget stand beside each other.
+        aside = ASIDE * right * (labels.index(label) - (len(labels) - 1) / 2) if barred else 0.0
+        xs, ys = [point["x"] + aside for point in line], [point["y"] for point in line]
+        for x, point in zip(xs, line, strict=True):
+            if (bar := error_bar(point)) is not None:
+                axes.errorbar(
+                    x, point["y"], bar, fmt="none", color=color[label], lw=1.2, capsize=3, zorder=2
+                )  # fmt: skip
         axes.plot(xs, ys, "o-", color=color[label], lw=1.8, ms=5.5, mec="white", mew=0.8, clip_on=False, zorder=3)
-        ends.append((xs[-1], ys[-1], shown[label], color[label]))
+        ends.append((edge if xs[-1] > right - (edge - right) else xs[-1], ys[-1], shown[label], color[label]))
     full = {point["full"] for point in points if point["full"] is not None}
     for value in full:
         axes.axhline(value, color=FULL_COLOR, lw=1.2, ls=(0, (4, 3)), zorder=1)
     axes.margins(y=0.12)
     axes.grid(axis="y", color="#e5e5e5", lw=0.8)
-    right = max(point["x"] for point in points)
-    axes.set_xlim(0, right)
+    axes.set_xlim(0, edge)
     if quality == "perplexity" and max(point["y"] for point in points) > 3 * min(point["y"] for point in points):
         axes.set_yscale("log")
         for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
             set_formatter(lambda value, place: f"{value:g}")
-    ends += [(right, value, "full cache", FULL_COLOR) for value in full]
+    ends += [(edge, value, "full cache", FULL_COLOR) for value in full]
     label_lines(axes, ends)
     return png(figure)

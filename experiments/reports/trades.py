@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from experiments.config import DENSE, JOINED
 from experiments.reports import plots, tables
-from experiments.sweeps import seeds
+from experiments.sweeps import seeds, table
 
 #: One for each storage of a plot, from the largest to the smallest; a policy has a marker.
 STORAGE_COLORS = (
@@ -26,24 +26,21 @@ def points(found: Sequence[tables.Row], quality: str) -> list[tables.Row]:
       quality: ``perplexity`` or ``agreement``.
 
     Returns:
-      ``storage``, ``policy``, ``bytes`` and ``y`` of each, which is the mean over seeds, and ``error``, the standard
-      deviation of y or None.
+      ``storage``, ``policy`` and ``bytes`` of each, and ``y``, ``error`` and ``interval``, see
+      `experiments.sweeps.table.height`.
     """
-    rows = [(group[0], [tables.own_row(result) for result in group]) for group in seeds.groups(found)]
-    done = [(result, seeds.mean(own), [row[quality] for row in own]) for result, own in rows]
-    many = len({row["budget"] for _, row, _ in done if row["budget"] is not None}) > 1
-    factor, shown = 100 if quality == "agreement" else 1, []
-    for result, row, values in done:
+    rows = [(group, [tables.own_row(result) for result in group]) for group in seeds.groups(found)]
+    done = [(group, own, seeds.mean(own)) for group, own in rows]
+    many = len({row["budget"] for *_, row in done if row["budget"] is not None}) > 1
+    shown = []
+    for group, own, row in done:
         if row[quality] is None:
             continue
-        storage = result["config"]["storage"]
+        result = group[0]
         name = result.get("label", result["config"]["policy"]["name"]).partition(JOINED)[0]
         policy = f"{name}, {tables.show_budget(row)}" if many and row["budget"] is not None else name
-        error = seeds.deviation(values)
-        shown.append({
-            "storage": storage, "policy": policy, "bytes": row["kv_bytes"], "y": factor * row[quality],
-            "error": None if error is None else factor * error,
-        })  # fmt: skip
+        place = {"storage": result["config"]["storage"], "policy": policy, "bytes": row["kv_bytes"]}
+        shown.append(place | table.height(group, own, quality))
     return shown
 
 
@@ -119,7 +116,7 @@ def plot(points: Sequence[tables.Row], quality: str) -> bytes:
     A line joins the caches that no other one beats in both.
 
     Args:
-      points: each with ``storage``, ``policy``, ``bytes``, ``y`` and ``error``.
+      points: see `points`.
       quality: ``perplexity`` or ``agreement``.
     """
     held: dict[str, list[float]] = {}
@@ -135,10 +132,10 @@ def plot(points: Sequence[tables.Row], quality: str) -> bytes:
     unit = {"perplexity": "perplexity (lower is better)", "agreement": "greedy tokens equal, %"}[quality]
     plots.style(axes, f"{unit.split(' (')[0].capitalize()} against bytes", "keys and values held (MB)", unit)
     for point in points:
-        if point["error"]:
+        if (bar := plots.error_bar(point)) is not None:
             axes.errorbar(
-                point["bytes"] / 1e6, point["y"], point["error"], fmt="none", color=color[point["storage"]], lw=1,
-                capsize=2, zorder=2,
+                point["bytes"] / 1e6, point["y"], bar, fmt="none", color=color[point["storage"]], lw=1, capsize=2,
+                zorder=2,
             )  # fmt: skip
         axes.plot(
             point["bytes"] / 1e6, point["y"], marker[point["policy"]], color=color[point["storage"]], ms=7,

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import stages
 from experiments.tasks.base import Answer, Asked
 from experiments.tasks.prompts import Prompt
-from experiments.tasks.score import SPARE_TOKENS, exact_matches
+from experiments.tasks.score import SPARE_TOKENS, exact_answers, shares
 from kvjax.analysis.held import HeldTokens, held_tokens
 from kvjax.attention import Implementation
 from kvjax.cache import CacheLayout, CacheSpec, KVState, Limits, layers_of, live_slots
@@ -57,6 +58,7 @@ class Measurement:
       kv_parts: what is held by kind; see `kvjax.storage.breakdown`, and ``calibration``, which all rows share.
       explain: which kernels ran, and why no faster one did; see `kvjax.cache.CacheLayout.explain`.
       recall: recall task -> share of its prompts answered exactly.
+      recall_by_prompt: recall task -> whether each of its prompts was answered exactly.
       asked: task -> its questions.
       answers: task -> the answers to them.
       held: the tokens that the cache of the first row holds at the end; None = not asked for.
@@ -79,6 +81,7 @@ class Measurement:
     explain: str
     kv_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     recall: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    recall_by_prompt: Mapping[str, Sequence[bool]] = dataclasses.field(default_factory=dict)
     asked: Mapping[str, Asked] = dataclasses.field(default_factory=dict)
     answers: Mapping[str, Sequence[Answer]] = dataclasses.field(default_factory=dict)
     held: HeldTokens | None = None
@@ -92,12 +95,20 @@ class Measurement:
         """Fraction of greedy tokens equal to the full cache's at the same place."""
         return None if full is None else float(np.mean(self.tokens == full.tokens))
 
+    def agreement_by_row(self, full: "Measurement | None") -> list[float]:
+        """The `agreement` of each row."""
+        return [] if full is None else [float(x) for x in np.mean(self.tokens == full.tokens, axis=1)]
+
     def same_until(self, full: "Measurement | None") -> float | None:
         """Mean number of greedy tokens before the first that differs from the full cache's."""
+        return None if full is None else float(np.mean(self.same_until_by_row(full)))
+
+    def same_until_by_row(self, full: "Measurement | None") -> list[int]:
+        """The number of greedy tokens of each row before the first that differs from the full cache's."""
         if full is None:
-            return None
+            return []
         same = np.cumprod(self.tokens == full.tokens, axis=1)
-        return float(np.mean(np.sum(same, axis=1)))
+        return [int(x) for x in np.sum(same, axis=1)]
 
     def by_chunk(self, tokens: int) -> list[float]:
         """Perplexity of each `tokens` tokens of the continuation, the last of which may be fewer."""
@@ -136,7 +147,9 @@ class Measurement:
             "perplexity": self.perplexity,
             "nats_by_row": self.by_row(),
             "agreement": self.agreement(full),
+            "agreement_by_row": self.agreement_by_row(full),
             "same_until": self.same_until(full),
+            "same_until_by_row": self.same_until_by_row(full),
             "new_tokens": self.tokens.shape[1],
             "prefill_tokens_per_second": self.prefill_rate,
             "decode_tokens_per_second": self.decode_rate,
@@ -147,6 +160,7 @@ class Measurement:
             "read": self.read,
             "kv_parts": dict(self.kv_parts),
             "recall": dict(self.recall),
+            "recall_by_prompt": {task: list(map(int, right)) for task, right in self.recall_by_prompt.items()},
             "tasks": self.scores(full),
             **({"chunk": chunk, "perplexity_by_chunk": self.by_chunk(chunk)} if chunk else {}),
         }
@@ -195,11 +209,13 @@ def measure(
         runs = dataclasses.replace(spec, policy=padded(spec.policy, capacity))
     limits = Limits(prompt=prompt_length, new_tokens=new_tokens, shortest=prompt_length)
     rows = tokens.shape[0]
-    shared: JsonObject = {"limits": limits, "rows": rows}
     prompts = tokens[:, :prompt_length]
     logprobs = None
     prefill_times, decode_times = [], []
+    first_call = "compiling (unless the programs are kept), then "
     for turn in range(1 + repeats):
+        timed = f"repetition {turn} of {repeats}, " if turn else first_call
+        stages.enter(f"{timed}prompts of {rows} rows, {prompt_length} tokens each")
         start = time.perf_counter()
         with prompt_store.suspended() if repeats else contextlib.nullcontext():
             prefilled = prefill(
@@ -211,7 +227,9 @@ def measure(
         if turn == 0:
             first = _live(prefilled.state, rows)
         if turn == 0 and tokens.shape[1] > prompt_length:
+            stages.enter(f"{first_call}scoring {tokens.shape[1] - prompt_length} tokens of {rows} rows")
             logprobs = score_continuation(model, prefilled, tokens[:, prompt_length:], progress=progress)
+        stages.enter(f"{timed}generating {new_tokens} tokens of {rows} rows")
         middle = time.perf_counter()
         generation = decode(model, prefilled, max_new_tokens=new_tokens)
         jax.block_until_ready(generation.state)
@@ -225,6 +243,10 @@ def measure(
                 implementation=implementation,
             )  # fmt: skip
         held = decode_shapes(model.config, layout, dtype, rows, None).carry.state
+    answered = exact_answers(
+        model, recall, runs, prefill_block=prefill_block, implementation=implementation,
+        **({"limits": limits, "rows": rows} if _fits(recall, limits) else {}),
+    )  # fmt: skip
     steps = new_tokens - 1  # the first new token comes out of the prompt
     live = _live(generation.state, rows)
     itemsize = jnp.dtype(layout.dtype).itemsize
@@ -245,10 +267,8 @@ def measure(
         read=_read(layout, prompt_length),
         explain=prefilled.layout.explain(),
         kv_parts=_parts(held, rows) | {"calibration": prefilled.layout.calibration_bytes()},
-        recall=exact_matches(
-            model, recall, runs, prefill_block=prefill_block, implementation=implementation,
-            **(shared if _fits(recall, limits) else {}),
-        ),
+        recall=shares(answered),
+        recall_by_prompt=answered,
         held=held_tokens(prefilled.layout, generation.state, layers=held_layers) if held_layers else None,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
-from experiments import fields
+from experiments import fields, stages
 from experiments.config import ExperimentConfig, ModelConfig
 from experiments.progress import tracked
 from experiments.runs import data, identity, machine, text_view
@@ -129,7 +129,8 @@ class Session:
         if not self._is_loaded(config):
             check_fit(config)
             self._model, self._files = None, identity.of_model(config)
-            self._model = (_model_key(config), _load(config))
+            with stages.during(f"loading {model_name(config.model)}"):
+                self._model = (_model_key(config), _load(config))
         assert self._model is not None
         return self._model[1]
 
@@ -173,7 +174,8 @@ class Session:
         def one(pair: tuple[CacheSpec, CacheSpec]) -> Measurement:
             start = time.perf_counter()
             try:
-                return measured_one(*pair)
+                with stages.of(pair[0].name):
+                    return measured_one(*pair)
             finally:
                 seconds[pair[0].name, pair[0]] = time.perf_counter() - start
 

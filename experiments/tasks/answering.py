@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments import stages
 from experiments.config import TasksConfig
 from experiments.progress import counted
 from experiments.tasks import registry
@@ -99,6 +100,7 @@ def answers(
                 answered()
 
             if wanted:
+                stages.enter(f"{name}, {len(wanted)} of {len(each)} questions")
                 each.ask(runner, model.tokenizer, wanted, done)
         found[name] = [known[number] for number in range(len(each))]
     return found

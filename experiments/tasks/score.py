@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
+from experiments import stages
 from experiments.config import RecallConfig
 from experiments.runs import data
 from experiments.tasks import prompts, recall
@@ -68,6 +69,25 @@ def make_prompts(config: RecallConfig, model: Model, seed: int, words: Words = H
 
 
 def exact_matches(
+    model: Model, asked: Mapping[str, Sequence[Prompt]], policy: Policy | CacheSpec, **options: Any
+) -> dict[str, float]:
+    """Task -> share of its prompts that greedy generation under `policy` answers exactly, to the last character.
+
+    Args:
+      model: has a tokenizer.
+      asked: prompts of each task.
+      policy: the cache.
+      options: see `exact_answers`.
+    """
+    return shares(exact_answers(model, asked, policy, **options))
+
+
+def shares(found: Mapping[str, Sequence[bool]]) -> dict[str, float]:
+    """Returns the share of right answers of each task."""
+    return {task: sum(right) / len(right) for task, right in found.items()}
+
+
+def exact_answers(
     model: Model,
     asked: Mapping[str, Sequence[Prompt]],
     policy: Policy | CacheSpec,
@@ -76,10 +96,13 @@ def exact_matches(
     rows: int = ROWS,
     limits: Limits | None = None,
     **options: Any,
-) -> dict[str, float]:
-    """Task -> share of its prompts that greedy generation under `policy` answers exactly, to the last character.
+) -> dict[str, list[bool]]:
+    """Task -> whether greedy generation under `policy` answers each of its prompts exactly, to the last character.
 
     Args:
+      model: has a tokenizer.
+      asked: prompts of each task.
+      policy: the cache.
       watch: is called with the result of each batch.
       rows: prompts that are generated from at once.
       limits: the sizes that programs are compiled for; None for those of these prompts.
@@ -96,19 +119,18 @@ def exact_matches(
         new_tokens=max(prompt.answer.size for prompt in every) + SPARE_TOKENS,
         shortest=min(prompt.tokens.size for prompt in every),
     )
-    found = {}
+    found: dict[str, list[bool]] = {}
     for task, made in asked.items():
         longest = max(prompt.answer.size for prompt in made) + SPARE_TOKENS
-        right = 0
+        found[task] = []
         for start in range(0, len(made), rows):
             part = made[start : start + rows]
+            stages.enter(f"{task}, prompts {start + 1} to {start + len(part)} of {len(made)}")
             tokens = np.stack([prompt.tokens for prompt in part])
             result = kvjax.generate(model, tokens, policy, max_new_tokens=longest, limits=limits, **options)
             if watch is not None:
                 watch(result)
-            for row, prompt in zip(result.tokens, part, strict=True):
-                right += answers(model, row, prompt)
-        found[task] = right / len(made)
+            found[task] += [answers(model, row, prompt) for row, prompt in zip(result.tokens, part, strict=True)]
     return found
 
 

@@ -13,6 +13,7 @@ from experiments.config import PolicyConfig
 from experiments.programs import sweep
 from experiments.reports import trades
 from experiments.runs import identity, session
+from experiments.sweeps import table
 from kvjax.errors import ConfigError
 from kvjax.generation.decoding import decode_steps
 from kvjax.generation.likelihood import score_steps
@@ -119,7 +120,8 @@ def test_a_sweep_resumes_and_survives_failures(small, calls, monkeypatch, capsys
     assert stored.keys() == {result["file"] for result in found}
     assert len(stored) == 4
 
-    lines = sweep.write(folder, small, found, "the command")
+    whole, *lines = sweep.write(folder, small, found, "the command")
+    assert whole["policy"] == "full"
     assert [line["perplexity"] for line in lines[:2]] == ["-", "-"]
     assert lines[0]["of full"] == "FAILED"
     assert lines[2]["policy"] == "h2o"
@@ -160,7 +162,8 @@ def test_bytes_against_quality_where_storages_are_swept(tmp_path, small):
     found = [result("h2o", "dense", 800, 3.0), result("h2o", "int8", 400, 3.1), result("full", "int8", 800, 2.5, None)]
     shown = trades.points(found, "perplexity")
     assert [tuple(point.values()) for point in shown] == [
-        ("dense", "h2o", 800, 3.0, None), ("int8", "h2o", 400, 3.1, None), ("int8", "full", 800, 2.5, None),
+        ("dense", "h2o", 800, 3.0, None, None), ("int8", "h2o", 400, 3.1, None, None),
+        ("int8", "full", 800, 2.5, None, None),
     ]  # fmt: skip
     seeds = [result("h2o", "int8", 400, 3.0 + 0.1 * seed, seed=seed) for seed in range(3)]
     (point,) = trades.points(seeds, "perplexity")
@@ -206,7 +209,7 @@ def test_storages_and_selections_are_swept(small, calls):
     lines = sweep.write(folder, small, found, "the command")
     assert [line["policy"] for line in lines] == names
     assert [line["budget (slots)"] for line in lines] == ["all (21)", "all (21)", "-"] * 2
-    shown = sweep.points(found, "perplexity")
+    shown = table.points(found, "perplexity")
     assert [(point["label"], point["x_name"]) for point in shown] == [
         (name, "KV cache held, % of the full cache") for name in names[1:] if "quest" not in name
     ]  # fmt: skip
@@ -272,16 +275,16 @@ def test_what_an_own_file_imports_is_a_part_of_it(small, calls, tmp_path):
     )
     small.policy, small.baselines = PolicyConfig(name=f"{mine}:recent", budget=8), ()
     axes = [("policy.budget", [8])]
-    _, (first,) = sweep.sweep(small, axes)
+    _, (first,) = sweep.sweep(small, axes, full=False)
     assert set(first["contents"]) == {str(mine), str(helper), str(helper.parent / "__init__.py")}
-    assert sweep.sweep(small, axes)[1][0]["file"] == first["file"] and len(calls) == 1
+    assert sweep.sweep(small, axes, full=False)[1][0]["file"] == first["file"] and len(calls) == 1
     # Of another length: Python tells sources of one second apart by it.
     helper.write_text(HELPER.replace("sinks=0", "sinks=2 + 0"))
-    _, (second,) = sweep.sweep(small, axes)
+    _, (second,) = sweep.sweep(small, axes, full=False)
     assert second["file"] != first["file"] and len(calls) == 2
     assert second["rows"][-1]["perplexity"] != first["rows"][-1]["perplexity"]
     mine.write_text("def recent(:")
-    _, (broken,) = sweep.sweep(small, axes)
+    _, (broken,) = sweep.sweep(small, axes, full=False)
     assert broken["status"] == "failed" and "mine.py cannot be loaded: SyntaxError: " in broken["error"]
     assert "(mine.py, line 1)." in broken["error"] and len(calls) == 2
     mine.write_text("import pack\nfrom kvjax.policies import windw\n")
@@ -325,11 +328,11 @@ def test_a_text_that_is_edited_during_a_sweep(small, calls, tmp_path, monkeypatc
 
     monkeypatch.setattr(sweep, "_attempt", edited)
     axes = [("policy.budget", [4, 8])]
-    _, (first, second) = sweep.sweep(small, axes)
+    _, (first, second) = sweep.sweep(small, axes, full=False)
     assert first["status"] == "ok" and second["status"] == "failed" and len(calls) == 1
     assert "text.txt changed after this began" in second["error"]
     monkeypatch.setattr(sweep, "_attempt", attempt)
-    _, again = sweep.sweep(small, axes)
+    _, again = sweep.sweep(small, axes, full=False)
     assert [each["status"] for each in again] == ["ok", "ok"] and len(calls) == 3
 
     def measured_after(*arguments, **settings):
@@ -337,7 +340,7 @@ def test_a_text_that_is_edited_during_a_sweep(small, calls, tmp_path, monkeypatc
         return counted(*arguments, **settings)
 
     monkeypatch.setattr(session, "measure", measured_after)
-    _, (during,) = sweep.sweep(small, [("policy.budget", [5])])
+    _, (during,) = sweep.sweep(small, [("policy.budget", [5])], full=False)
     assert during["status"] == "failed" and "changed after this began" in during["error"]
 
 
@@ -350,11 +353,11 @@ def test_files_of_a_model_are_contents(small, tmp_path):
     assert names == {"config.json", "merges.txt", "chat_template.jinja"}
 
 
-OTHER = sweep.OTHER_CODE
+OTHER = table.OTHER_CODE
 
 
 def commit_of(result) -> str:
-    return (result["environment"]["commit"] or "unknown")[: sweep.COMMIT]
+    return (result["environment"]["commit"] or "unknown")[: table.COMMIT]
 
 
 def test_a_mean_over_seeds():
@@ -370,7 +373,7 @@ def test_a_mean_over_seeds():
     (line,) = sweep.cells(found)
     assert (line["seed"], line["perplexity"], line["copy"]) == ("3 seeds", "3.20 ± 0.20", "10 ± 10 %")
     assert line["agrees with full"] == "50.0 ± 0.0 %" and line["budget (slots)"] == "50 % (8)"
-    (point,) = sweep.points(found, "perplexity")
+    (point,) = table.points(found, "perplexity")
     assert (point["y"], point["error"]) == (pytest.approx(3.2), pytest.approx(0.2))
     assert sweep.cells(found[:1])[0]["seed"] == "0"
 
@@ -404,16 +407,16 @@ def test_what_the_plot_shows():
         swept = {"policy.budget": budget, "policy.name": policy} | swept
         return {"status": "ok", "policy": policy, "rows": rows, "swept": swept}
 
-    shown = sweep.points([result("h2o", 0.1, 5.0), result("window", 0.2, 4.0), {"status": "failed"}], "perplexity")
+    shown = table.points([result("h2o", 0.1, 5.0), result("window", 0.2, 4.0), {"status": "failed"}], "perplexity")
     assert [(p["label"], p["x"], p["y"], p["full"]) for p in shown] == [("h2o", 10, 5.0, 2.0), ("window", 20, 4.0, 2.0)]
     assert shown[0]["x_name"] == "budget, % of the prompt"
-    shown = sweep.points([result("h2o", 16, 5.0, prefill_block=8)], "perplexity")
+    shown = table.points([result("h2o", 16, 5.0, prefill_block=8)], "perplexity")
     assert (shown[0]["label"], shown[0]["x"], shown[0]["x_name"]) == (
         "h2o prefill_block=8",
         16,
         "budget, slots per KV head",
     )
-    assert sweep.points([result("h2o", 16, 5.0), result("h2o", 0.5, 5.0)], "perplexity")[0]["x"] == 25
+    assert table.points([result("h2o", 16, 5.0), result("h2o", 0.5, 5.0)], "perplexity")[0]["x"] == 25
 
 
 def test_the_command(small, monkeypatch, tmp_path, capsys):

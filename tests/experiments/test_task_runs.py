@@ -105,7 +105,7 @@ def test_a_sweep_shows_tasks_and_takes_the_full_cache_once(config, monkeypatch):
     monkeypatch.setattr(answering, "answers", noted)
     folder, found = sweep.sweep(config, [("policy.budget", [16, 20])])
     assert [result["status"] for result in found] == ["ok", "ok"] and asked == ["full", "window", "window"]
-    (first, _) = sweep.cells(found)
+    (_, first, _) = sweep.cells(found)
     assert first["copa: accuracy"] in ("0.00", "50.00", "100.00")
     sweep.write(folder, config, found, "the command")
     assert "copa: as full" in (folder / "sweep.md").read_text()
@@ -130,7 +130,7 @@ def test_policies_that_differ_in_a_closure_have_answers_of_their_own(config, tmp
     count, add = [], journal.Journal.add
     monkeypatch.setattr(journal.Journal, "add", lambda self, *args: (count.append(args[0]), add(self, *args)))
     axes = [("policy.name", [f"{tmp_path}/mine.py:most", f"{tmp_path}/mine.py:least"])]
-    _, found = sweep.sweep(config, axes)
+    _, found = sweep.sweep(config, axes, full=False)
     assert [result["status"] for result in found] == ["ok", "ok"], found
     assert len(count) == 4 and len(set(count)) == 2
 
