@@ -6,24 +6,23 @@ This module does not import jax, which ``--help`` and errors in a command do wit
 import os
 import re
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import fields
+from experiments import fields, help_text
 from experiments.config import ExperimentConfig
 from kvjax.errors import ConfigError, KvjaxError
 
 USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
-FULL_HELP = "--helpfull"
-HELP = {"--help", "-h", "-help", FULL_HELP}
-WIDTH = 120  # columns of a help text
 CACHE_FLAG = "compilation_cache"
 DISTRIBUTED, COORDINATOR, COUNT, NUMBER = "distributed", "coordinator_address", "num_processes", "process_id"
+#: Flags of every program, as ``--help`` groups them.
+COMMON = {"Compiled programs": [CACHE_FLAG], "Several processes": [DISTRIBUTED, COORDINATOR, COUNT, NUMBER]}
 
 
 class _Parser(flags.ArgumentParser):
@@ -71,8 +70,8 @@ def parse(
     define(values)
     define_compilation_cache(values)
     define_processes(values)
-    if HELP & set(argv[1:]):
-        print(_help(argv, about, values, cls))
+    if help_text.HELP & set(argv[1:]):
+        print(help_text.of_config(argv, about, values, cls, COMMON))
         raise SystemExit(0)
     for argument in argv[1:]:
         if override := re.match(r"--?(?:no)?config\.([^=]*)", argument):
@@ -100,7 +99,12 @@ def parse(
 
 
 def parse_flags(
-    argv: Sequence[str], *, about: str, define: Callable[[flags.FlagValues], None], positional: int = 0
+    argv: Sequence[str],
+    *,
+    about: str,
+    define: Callable[[flags.FlagValues], None],
+    positional: int = 0,
+    groups: help_text.Groups = MappingProxyType({}),
 ) -> tuple[list[str], flags.FlagValues]:
     """Reads the flags of a program without a config, and keeps compiled programs as they say.
 
@@ -109,6 +113,7 @@ def parse_flags(
       about: the program's docstring, for ``--help``.
       define: adds the program's flags.
       positional: the most arguments that are no flags.
+      groups: the program's flags as ``--help`` groups them; those in no group are first.
 
     Returns:
       The arguments that are no flags, and all flag values.
@@ -120,8 +125,8 @@ def parse_flags(
     values = flags.FlagValues()
     define(values)
     define_compilation_cache(values)
-    if HELP & set(argv[1:]):
-        print("\n".join([_about(argv, about), *_flags(values)]))
+    if help_text.HELP & set(argv[1:]):
+        print(help_text.of_program(argv, about, values, {**groups, **COMMON}))
         raise SystemExit(0)
     known = f"known flags: {', '.join(f'--{name}' for name in sorted(values))}, --help."
     try:
@@ -197,75 +202,6 @@ def _leave_others(status: int, report: Callable[[], None] = lambda: None) -> Non
     if distributed is not None and distributed.count() > 1:
         report()
         distributed.leave(status)
-
-
-def _help(argv: Sequence[str], about: str, values: flags.FlagValues, cls: type) -> str:
-    """Returns the help of a program with a config; with --helpfull, which imports jax, also the names of caches."""
-    lines = [_about(argv, about), "", "Configs, by --config=NAME; one of your own by --config=FILE.py:"]
-    lines += [_filled(", ".join(fields.names(cls)), "  ", "  "), *_flags(values)]
-    lines += ["", "Fields of the config, with the defaults of a config that does not set them:"]
-    meanings, defaults, group = fields.meanings(cls), cls(), ""
-    for path in fields.leaves(cls):
-        if path.rpartition(".")[0] != group:
-            group = path.rpartition(".")[0]
-            lines.append("")
-        meaning = meanings.get(path) or fields.kind_of(path, cls).__metadata__[0]
-        default = _default(fields.value_of(defaults, path))
-        lines.append(_filled(f"--config.{path}: {meaning.replace('`', '')} ({default})"))
-    lines += _cache_names() if FULL_HELP in argv else ["", f"{FULL_HELP} also lists policies, storages and selections."]
-    return "\n".join(lines)
-
-
-def _about(argv: Sequence[str], about: str) -> str:
-    """Returns a program's docstring, with the names of the console command if the program was started by it."""
-    if argv[0].startswith("kvjax "):
-        module = r"python -m (?:experiments|kvjax)\.(\w+)"
-        about = re.sub(module, lambda found: f"kvjax {found[1].replace('_', '-')}", about)
-    return about.strip()
-
-
-def _flags(values: flags.FlagValues) -> list[str]:
-    """Returns the lines of a program's own flags, and then of those that all have."""
-    common = {CACHE_FLAG, DISTRIBUTED, COORDINATOR, COUNT, NUMBER}
-    groups = {"Flags:": lambda name: name not in common, "Flags of every program:": lambda name: name in common}
-    lines = []
-    for title, belongs in groups.items():
-        if names := [name for name in values if belongs(name)]:
-            lines += ["", title, *(_flag(name, values[name]) for name in names)]
-    return lines
-
-
-def _flag(name: str, flag: flags.Flag) -> str:
-    unset = flag.default is None or flag.default is False or flag.default in ([], "")
-    return _filled(f"--{name}: {flag.help}{'' if unset else f' ({_default(flag.default)})'}")
-
-
-def _default(value: object) -> str:
-    """Returns a default as the command line would have it."""
-    if value is None or value == ():
-        return "default none"
-    if value == "":
-        return "default empty"
-    return f"default {','.join(map(str, value)) if isinstance(value, tuple | list) else value}"
-
-
-def _filled(text: str, first: str = "  ", others: str = "      ") -> str:
-    return textwrap.fill(
-        text, WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _cache_names() -> list[str]:
-    from kvjax import policies, selection, storage
-    from kvjax.models import shapes
-
-    known = {
-        "Policies": policies.names(),
-        "Storages": storage.names(),
-        "Selections": selection.names(),
-        "Shapes of --config.model.shape": sorted(shapes.SHAPES),
-    }
-    return [line for title, names in known.items() for line in ("", f"{title}:", _filled(", ".join(names), "  ", "  "))]
 
 
 def main(program: Callable[[Sequence[str]], int], interrupted: str = "no unfinished result was kept.") -> None:

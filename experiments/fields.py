@@ -199,6 +199,16 @@ def meanings(cls: Config, prefix: str = "") -> dict[str, str]:
     return found
 
 
+def groups(cls: Config, prefix: str = "") -> dict[str, str]:
+    """Returns the text of every group of fields that a docstring describes, by dotted path."""
+    described, found = _attributes(cls), {}
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            found[prefix + field.name] = described.get(field.name, "")
+            found |= groups(field.type, f"{prefix}{field.name}.")
+    return found
+
+
 def _attributes(cls: type) -> dict[str, str]:
     """Returns the entries of the section "Attributes" of a docstring; continuation lines are indented."""
     _, _, section = (inspect.getdoc(cls) or "").partition("Attributes:\n")

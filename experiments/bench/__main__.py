@@ -8,7 +8,7 @@ from absl import flags
 
 import experiments.bench
 from experiments import cli, peers
-from experiments.bench.names import ACCELERATOR, KINDS, LLAMA, MINUTES
+from experiments.bench.names import ACCELERATOR, GROUPS, KINDS, LLAMA, MINUTES
 from experiments.tasks import multiple_choice
 from kvjax.typing import IMPLEMENTATIONS
 
@@ -66,7 +66,8 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    given, values = cli.parse_flags(argv, about=str(experiments.bench.__doc__), define=define, positional=1)
+    about = str(experiments.bench.__doc__)
+    given, values = cli.parse_flags(argv, about=about, define=define, positional=1, groups=GROUPS)
     # It imports jax, which `--help` does without.
     from experiments.programs import bench
 

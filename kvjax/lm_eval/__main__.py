@@ -6,6 +6,7 @@ python -m kvjax.lm_eval --model kvjax --model_args "path=kvjax-tiny,policy=h2o,b
 import sys
 
 from kvjax.errors import KvjaxError
+from kvjax.lm_eval import help_text
 
 USAGE_ERROR = 2
 INSTALL = "pip install 'kvjax[lm-eval]'"
@@ -14,6 +15,10 @@ INSTALL = "pip install 'kvjax[lm-eval]'"
 def main() -> int:
     """Registers the model and runs lm_eval. Errors of the user are one paragraph."""
     asks_for_help = bool({"-h", "--help"} & set(sys.argv[1:]))
+    if asks_for_help:
+        command = sys.argv[0] if sys.argv[0].startswith("kvjax ") else "python -m kvjax.lm_eval"
+        about = str(__doc__).replace("python -m kvjax.lm_eval", command)
+        print(f"{about}\n{help_text.arguments()}\n\nThe other options are those of lm_eval:\n", flush=True)
     try:
         from lm_eval.__main__ import cli_evaluate
 
@@ -21,7 +26,7 @@ def main() -> int:
             from kvjax.lm_eval.model import KVJaxLM  # noqa: F401 (registers itself)
     except ImportError as error:
         if asks_for_help:
-            print(f"{__doc__}\nThe options are those of lm_eval, which cannot be imported ({error}): {INSTALL}")
+            print(f"lm_eval cannot be imported ({error}): {INSTALL}")
             return 0
         print(f"error: this is the command line of lm_eval, which needs {error.name}: {INSTALL}", file=sys.stderr)
         return USAGE_ERROR

@@ -9,66 +9,17 @@ It answers on this machine only, unless --host says otherwise. /health tells wha
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from kvjax.errors import KvjaxError
+from kvjax.specs import names
+from kvjax.specs.names import DTYPES
 from kvjax.typing import IMPLEMENTATIONS
 
 USAGE_ERROR = 2
-
-
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    made = argparse.ArgumentParser(
-        prog=sys.argv[0] if sys.argv[0].startswith("kvjax ") else "python -m kvjax.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = made.add_argument
-    add("--model", required=True, help="a folder, the name of a model on the Hugging Face hub, or kvjax-tiny")
-    add("--name", help="what requests call the model; else the last part of --model")
-    add("--policy", default="full", help="which slots the cache keeps, such as h2o or 'roco(guard=4)'")
-    add("--budget", type=_number, help="slots of a head; or a fraction of each prompt, but no fewer than 32 slots")
-    add("--storage", default="dense", help="how slots are held, such as int8")
-    add("--selection", default="everything", help="which slots a query reads, such as 'quest(page=16, budget=512)'")
-    add("--calibration", help="a file of python -m experiments.calibrate, if the storage needs one")
-    add("--dtype", help="of weights and cache")
-    add("--weights", help="what the projections are quantised to, such as int4")
-    add("--mesh", help="devices that share the work, such as data:2,model:4")
-    add("--rules", default="", help="over which axes of the mesh dimensions are divided, such as mlp=model")
-    add("--implementation", default="auto", choices=IMPLEMENTATIONS, help="of attention and eviction")
-    add("--rows", type=int, default=8, help="requests that are answered at the same time")
-    add(
-        "--waiting",
-        type=int,
-        default=64,
-        help="requests that may wait in addition to these; others are refused with a Retry-After",
-    )
-    add("--prompt", type=int, default=2048, help="tokens of a prompt at the most")
-    add("--new-tokens", type=int, default=1024, help="new tokens of a request at the most")
-    add("--prefill-block", type=_block, default="auto", help="tokens of a block of a prompt, none, or auto")
-    add("--chunk", type=int, default=16, help="tokens after which what has come is sent, 1 to 64")
-    add("--prefix", action="append", default=[], metavar="NAME=FOLDER", help="a saved state that requests may continue")
-    add("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 = all of this machine's")
-    add("--port", type=_port, default=8000, help="0 to 65535; 0 = one that is free")
-    add("--connections", type=int, help="at the same time; else 1024, or four times --rows and --waiting; fewer if the "
-        "limit of open files is lower")  # fmt: skip
-    add("--api-key", help="what clients must send as a bearer token; @FILE for one of the keys in the file's lines")
-    return made
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server until it is interrupted. Errors of the user are one paragraph."""
-    flags = parser().parse_args(argv)
-    # It imports jax, which `--help` does without.
-    from kvjax.serve.program import serve
-
-    try:
-        return serve(flags)
-    except KvjaxError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE_ERROR
+WIDTH = 120  # columns of the help text
 
 
 def _number(text: str) -> Any:
@@ -84,6 +35,130 @@ def _port(text: str) -> int:
 
 def _block(text: str) -> Any:
     return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else int(text)
+
+
+#: Group -> flag -> its meaning, and how argparse reads it. A meaning says what holds where there is no default.
+FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "model": {
+        "model": ("a folder, a GGUF file, a Hugging Face hub id, or kvjax-tiny (must be given)", {"required": True}),
+        "name": ("what requests call the model; else the last part of --model", {}),
+        "dtype": ("of weights and cache; else float32 on a CPU, bfloat16 elsewhere", {"choices": DTYPES}),
+        "weights": (
+            "the codes to quantise the projections to, such as int4; stored = keep the codes of the checkpoint; "
+            "without it exact weights",
+            {},
+        ),
+        "mesh": ("devices that share the work, such as data:2,model:4; without it one device", {}),
+        "rules": (
+            "the axes of the mesh that dimensions are divided over, such as mlp=model; else those of kvjax.Rules",
+            {"default": ""},
+        ),
+        "implementation": ("of attention and eviction", {"default": "auto", "choices": IMPLEMENTATIONS}),
+    },
+    "cache": {
+        "policy": ("which slots the cache keeps, such as h2o or 'roco(guard=4)'", {"default": "full"}),
+        "budget": (
+            "slots per KV head (256), or a fraction of each prompt with a decimal point (0.2), but no fewer than 32 "
+            "slots; without it the policy must need none, as full does, or be given its own",
+            {"type": _number},
+        ),
+        "storage": ("how slots are held, such as int8", {"default": "dense"}),
+        "selection": (
+            "which slots a query reads, such as 'quest(page=16, budget=512)'",
+            {"default": "everything"},
+        ),
+        "calibration": ("a file of python -m experiments.calibrate; without it only storages that need none", {}),
+        "prefix": (
+            "a saved state that requests may continue; may be repeated",
+            {"action": "append", "default": [], "metavar": "NAME=FOLDER"},
+        ),
+    },
+    "requests": {
+        "rows": ("requests that are answered at the same time", {"type": int, "default": 8}),
+        "waiting": (
+            "requests that may wait in addition to these; others are refused with a Retry-After",
+            {"type": int, "default": 64},
+        ),
+        "prompt": ("the largest number of tokens of a prompt", {"type": int, "default": 2048}),
+        "new-tokens": ("the largest number of new tokens of a request", {"type": int, "default": 1024}),
+        "prefill-block": (
+            "the number of tokens of a block of a prompt, none for one block, or auto",
+            {"type": _block, "default": "auto"},
+        ),
+        "chunk": (
+            "the number of tokens after which an answer's text is sent, 1 to 64",
+            {"type": int, "default": 16},
+        ),
+    },
+    "network": {
+        "host": ("the address to listen on; 0.0.0.0 = all of this machine's", {"default": "127.0.0.1"}),
+        "port": ("0 to 65535; 0 = one that is free", {"type": _port, "default": 8000}),
+        "connections": (
+            "the number of connections at the same time, fewer if the limit of open files is lower; else 1024, or four "
+            "times --rows and --waiting if that is more",
+            {"type": int},
+        ),
+        "api-key": (
+            "what clients must send as a bearer token, or @FILE for one of the keys in a file's lines; without it none",
+            {},
+        ),
+    },
+}
+
+
+class _Format(argparse.RawDescriptionHelpFormatter):
+    """Wide lines, and a default after each meaning that has one."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=WIDTH)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is argparse.SUPPRESS or not action.option_strings or action.required:
+            return action.help
+        empty = action.default is None or action.default in ("", [])
+        described = "; else " in (action.help or "") or "; without it " in (action.help or "")
+        default = "none" if empty else str(action.default)
+        return action.help if empty and described else f"{action.help} (default {default})"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags, which are in groups."""
+    console = sys.argv[0].startswith("kvjax ")
+    prog = sys.argv[0] if console else "python -m kvjax.serve"
+    made = argparse.ArgumentParser(
+        prog=prog, usage=f"{prog} --model=MODEL [--FLAG=VALUE ...]",
+        description=str(__doc__).replace("python -m kvjax.serve", prog), epilog=_names(), formatter_class=_Format,
+    )  # fmt: skip
+    for title, flags in FLAGS.items():
+        group = made.add_argument_group(title)
+        for name, (about, options) in flags.items():
+            group.add_argument(f"--{name}", help=about, **options)
+    return made
+
+
+def _names() -> str:
+    """Returns the names that flags take, in lines."""
+    made = [f"{name}(...)" for kind in ("combinators", "head plans") for name in names.names(kind)]
+    listed = {
+        "policies, or FILE.py:factory": [*names.names("policies"), *made],
+        "storages, or FILE.py:factory": names.names("storages"),
+        "selections, or FILE.py:factory": names.names("selections"), "weights": [*names.names("weights"), "stored"],
+    }  # fmt: skip
+    wrapper = textwrap.TextWrapper(WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return "\n\n".join(f"{title}:\n{wrapper.fill(', '.join(each))}" for title, each in listed.items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until it is interrupted. Errors of the user are one paragraph."""
+    flags = parser().parse_args(argv)
+    # It imports jax, which `--help` does without.
+    from kvjax.serve.program import serve
+
+    try:
+        return serve(flags)
+    except KvjaxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
 
 
 if __name__ == "__main__":

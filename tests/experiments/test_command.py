@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 import kvjax_command as command
-from experiments import cli, fields
+from experiments import cli, fields, help_text
 from experiments.config import ExperimentConfig
 from kvjax.version import __version__
 from tests.conftest import ROOT
@@ -112,10 +112,10 @@ def test_help_says_what_fields_mean(capsys):
     assert shown.startswith("Runs. kvjax read-fraction --x=1\n")
     assert "\n  --config.data.num_sequences: the number of rows (default 4)\n" in shown
     assert "none = the whole prompt in one block (default\n      none)\n" in shown
-    assert max(map(len, shown.splitlines())) <= cli.WIDTH and "snapkv," not in shown
+    assert max(map(len, shown.splitlines())) <= help_text.WIDTH and "snapkv, " in shown
     with pytest.raises(SystemExit):
         cli.parse(["program", "--helpfull"], about="about")
-    assert "snapkv," in capsys.readouterr().out
+    assert "\n  snapkv(budget, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
