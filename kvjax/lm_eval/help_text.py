@@ -16,7 +16,7 @@ ARGUMENTS: dict[str, dict[str, tuple[object, str]]] = {
         ),
         "pretrained": (None, "another name of path"),
         "dtype": (None, f"{', '.join(names.DTYPES)}; none = float32 on a CPU, bfloat16 elsewhere"),
-        "weights": (None, f"the codes to quantise the projections to: {', '.join(names.names('weights'))}, or stored"),
+        "weights": (None, f"the codes to quantize the projections to: {', '.join(names.names('weights'))}, or stored"),
         "implementation": ("auto", f"of attention and eviction: {', '.join(IMPLEMENTATIONS)}"),
         "max_length": (None, "the most tokens of one request; none = the trained context of the model"),
         "device": (None, "not used; JAX_PLATFORMS in the environment chooses"),

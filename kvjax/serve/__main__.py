@@ -44,7 +44,7 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "name": ("what requests call the model; else the last part of --model", {}),
         "dtype": ("of weights and cache; else float32 on a CPU, bfloat16 elsewhere", {"choices": DTYPES}),
         "weights": (
-            "the codes to quantise the projections to, such as int4; stored = keep the codes of the checkpoint; "
+            "the codes to quantize the projections to, such as int4; stored = keep the codes of the checkpoint; "
             "without it exact weights",
             {},
         ),
