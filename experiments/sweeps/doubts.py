@@ -36,11 +36,11 @@ class Setting(NamedTuple):
     @property
     def text(self) -> str:
         """Returns the setting in words: ``h2o (budget=0.1)``."""
-        others = ", ".join(f"{path.split('.')[-1]}={value}" for path, value in self.apart_from_name.items())
+        others = ", ".join(f"{path.split('.')[-1]}={value}" for path, value in self.other_fields.items())
         return f"{self.name} ({others})" if others else self.name
 
     @property
-    def apart_from_name(self) -> JsonObject:
+    def other_fields(self) -> JsonObject:
         """Returns the fields that the name does not show."""
         return {path: value for path, value in self.swept.items() if path not in table.NAMING}
 
@@ -134,7 +134,7 @@ def _pairs(made: Sequence[Setting], column: str) -> list[str]:
     """Says which caches with equal other fields a column does not tell apart."""
     compared = []
     for one, other in itertools.combinations(made, 2):
-        if FULL not in (one.name, other.name) and one.apart_from_name == other.apart_from_name:
+        if FULL not in (one.name, other.name) and one.other_fields == other.other_fields:
             what = f"{one.name} and {other.text}"
             if comparison := intervals.difference(what, one.values, other.values, column):
                 compared.append((what, comparison))

@@ -87,7 +87,7 @@ def cells(
       report: returns the cell of a column of links from a result; None = no such column.
     """
     columns = dict.fromkeys(_column(path) for result in found for path in result["swept"])
-    references = [_full_line(each, columns, with_intervals) for each in _references_apart(found)]
+    references = [_full_line(each, columns, with_intervals) for each in _unlisted_references(found)]
     groups = seeds.groups(found)
     lines = [*references, *(_line(group, with_intervals) for group in groups)]
     # In the order of the line that has the most.
@@ -105,10 +105,10 @@ def cells(
 def sources(found: Sequence[Row]) -> list[list[Row]]:
     """Returns the results whose own policy each line of `cells` shows; none for the full cache's lines."""
     groups = [[result for result in group if _is_done(result)] for group in seeds.groups(found)]
-    return [[] for _ in _references_apart(found)] + groups
+    return [[] for _ in _unlisted_references(found)] + groups
 
 
-def _references_apart(found: Sequence[Row]) -> list[Reference]:
+def _unlisted_references(found: Sequence[Row]) -> list[Reference]:
     """Returns the full caches that are none of the combinations."""
     own = {
         repr(others(result["swept"])) for result in found
