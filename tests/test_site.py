@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvjax
@@ -17,7 +18,7 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "_ext"))
 
 import kvjax_site  # noqa: E402
-from kvjax_site import combine, combine_page, docstrings, entries, links, pages, reference, survivors  # noqa: E402
+from kvjax_site import combine, combine_page, docstrings, entries, links, pages, reading, reference, survivors  # noqa: E402
 
 SITE = kvjax_site.site_of(ROOT)
 ENTRIES = entries.all_entries()
@@ -126,10 +127,11 @@ def test_every_entry_gets_a_page(monkeypatch):
     names = [pages.page_name(entry) for entry in ENTRIES]
     assert len(names) == len(set(names))
     for entry in ENTRIES:
-        text = pages.page(entry, ROOT, {entry.name: f"../pictures/{entry.name}.png"})
+        text = pages.page(entry, ROOT, {entry.name: (f"../pictures/{entry.name}-0.png", "../pictures/other.png")})
         assert f"autofunction:: {entry.full_name}\n" in text and text.startswith(f"# {entry.name}\n")
         assert {"policies": "## What it costs", "storages": "## What a slot takes"}.get(entry.axis, "reads") in text
-        assert (f"(../pictures/{entry.name}.png)" in text) == (entry.axis == "policies")
+        drawn = re.findall(r"^!\[([^\]]{20,})\]\(\.\./pictures/", text, re.MULTILINE)
+        assert len(set(drawn)) == (0 if entry.axis == "storages" else 2), "each picture has its own alternative text"
     for own in (entries.policy_entries(), entries.storage_entries(), entries.selection_entries()):
         text = pages.overview(own[0].axis, own)
         assert all(f"[`{entry.name}`]({entry.name}.md)" in text for entry in own)
@@ -151,6 +153,19 @@ def test_policies_are_drawn_after_prompts_that_they_shorten():
     assert {name for name, spec in made.items() if survivors.compresses(spec)} == {
         "snapkv", "pyramidkv", "knorm", "keydiff", "adakv", "after_prefill",
     }  # fmt: skip
+
+
+def test_pictures_show_what_a_selection_reads():
+    """Quest reads whole pages of the slots that are held: as many as its budget has, and the newest among them."""
+    (entry,) = (entry for entry in ENTRIES if entry.name == "quest")
+    made = entry.build(reading.example_of(entry))
+    cells, steps = reading.measure(entry), np.arange(survivors.LENGTH - survivors.LONG_PROMPT)
+    read, held, position = cells == 2, cells > 0, np.arange(survivors.LENGTH)
+    assert (held == (position <= survivors.LONG_PROMPT + steps[:, None])).all() and len(cells) == 2
+    pages = read.reshape(*read.shape[:2], -1, made.page).any(axis=3)
+    assert (pages.sum(axis=2) == made.pages + 1).all()
+    assert (read == held & pages.repeat(made.page, axis=2)).all()
+    assert read[:, steps, survivors.LONG_PROMPT + steps].all() and (read[0] != read[1]).any()
 
 
 # What combines.

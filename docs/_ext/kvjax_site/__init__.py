@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvjax_site.links import Site, included, rewritten
 
 FOLDER = "_generated"
 PICTURES = "pictures"  # below it; kept from one build to the next
+LONGEST_WORD = 28  # letters of code that fit into a line of a nested list on a phone
 MEASURED = {
     "experiments/measured/notes.md": "notes",
     "experiments/measured/capacity/README.md": "capacity",
@@ -27,7 +28,7 @@ MEASURED = {
     "experiments/measured/leaderboard/leaderboard.md": "leaderboard",
     "kvjax/pretrained/kvjax-tiny/README.md": "kvjax-tiny",
 }
-#: What decides which tokens a policy keeps, and how that is drawn.
+#: What decides which tokens a policy keeps, and which a selection reads.
 DRAWN_BY = ("kvjax/policies", "kvjax/selection", "kvjax/cache", "kvjax/numerics", "kvjax/pretrained")
 
 
@@ -43,12 +44,12 @@ def site_of(root: Path, repository: str = "") -> Site:
     return Site(root, pages, repository)
 
 
-def generated(site: Site, pictures: Mapping[str, str]) -> dict[str, str]:
+def generated(site: Site, drawn: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Returns the generated pages: name, relative to `docs/_generated`, -> text.
 
     Args:
       site: where files are.
-      pictures: name of a policy -> its picture, relative to the folder of its page.
+      drawn: name of a policy or a selection -> its pictures, relative to the folder of its page.
     """
     from kvjax_site import combine_page, entries, notebooks, pages, reference  # which import kvjax, and so jax
 
@@ -56,7 +57,7 @@ def generated(site: Site, pictures: Mapping[str, str]) -> dict[str, str]:
     axes = (entries.policy_entries(), entries.storage_entries(), entries.selection_entries())
     for own in axes:
         found[f"{own[0].axis}/index.md"] = pages.overview(own[0].axis, own)
-        found |= {pages.page_name(entry): pages.page(entry, site.root, pictures) for entry in own}
+        found |= {pages.page_name(entry): pages.page(entry, site.root, drawn) for entry in own}
     found |= {reference.page_name(package): reference.page(package) for package in reference.PACKAGES}
     for source, name in MEASURED.items():
         text = without_front_matter((site.root / source).read_text())
@@ -90,17 +91,27 @@ def write(folder: Path, found: Mapping[str, str]) -> None:
             path.write_text(text)
 
 
-def draw_all(root: Path, folder: Path) -> dict[str, str]:
-    """Draws what each policy keeps; returns name of a policy -> picture, relative to the folder of its page."""
-    from kvjax_site import entries, survivors
+def draw_all(root: Path, folder: Path) -> dict[str, list[str]]:
+    """Draws what each policy keeps and what each selection reads.
+
+    Args:
+      root: the folder of the repository.
+      folder: of the pictures; those that are no longer made are removed.
+
+    Returns:
+      Name of a policy or a selection -> its pictures, relative to the folder of its page.
+    """
+    from kvjax_site import entries, reading, survivors
 
     sources = digest(root)
     drawn = [entry for entry in entries.policy_entries() if entry.kind != "merge"]  # which changes no slot that stays
     found = {entry.name: survivors.picture(entry, folder, sources) for entry in drawn}
+    found |= {entry.name: reading.picture(entry, folder, sources) for entry in entries.selection_entries()}
+    made = {file for files in found.values() for file in files}
     for path in folder.glob("*.png"):
-        if path.name not in found.values():
+        if path.name not in made:
             path.unlink()
-    return {name: f"../{PICTURES}/{file}" for name, file in found.items()}
+    return {name: [f"../{PICTURES}/{file}" for file in files] for name, files in found.items()}
 
 
 def compile_quickly() -> None:
@@ -141,6 +152,15 @@ def _docstring(app: Any, what: str, name: str, value: object, options: object, l
     lines[:] = docstrings.escaped_rst(docstrings.literal("\n".join(lines), arguments)).split("\n")
 
 
+def _mark_long(app: Any, doctree: Any) -> None:
+    """Marks code with a word that may be wider than a phone; the style sheet lets such words break."""
+    from docutils import nodes
+
+    for node in doctree.findall(nodes.literal):
+        if max(map(len, node.astext().split()), default=0) > LONGEST_WORD:
+            node["classes"].append("long")
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Connects the extension to Sphinx."""
     root = str(Path(app.srcdir).parent)
@@ -149,5 +169,6 @@ def setup(app: Any) -> dict[str, Any]:
     app.add_config_value("repository", "", "env")
     app.connect("builder-inited", _generate)
     app.connect("source-read", _read)
+    app.connect("doctree-read", _mark_long)
     app.connect("autodoc-process-docstring", _docstring, priority=100)  # before napoleon
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -20,10 +20,11 @@ from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import Statistic, by_name
 from kvjax.policies import full
 from kvjax.units import size
-from kvjax_site import combine_page, peers, survivors
+from kvjax_site import combine_page, peers, pictures, reading, survivors
 from kvjax_site.docstrings import markdown, paper_links, papers, summary
 from kvjax_site.entries import MORE, Entry
 
+Drawn = Mapping[str, Sequence[str]]  # name of a policy or a selection -> its pictures, one for each KV head
 MEASURED = Path("experiments", "measured")
 DIM = 128  # channels of a head, in tables of bytes
 SLOTS = 8192  # of a head, in tables of what selections read
@@ -94,18 +95,18 @@ def papers_of(entry: Entry) -> list[str]:
     return papers(entry.doc) or papers((module.__doc__ or "").split("\n")[0])
 
 
-def page(entry: Entry, root: Path, pictures: Mapping[str, str]) -> str:
+def page(entry: Entry, root: Path, drawn: Drawn) -> str:
     """Returns the page of an entry.
 
     Args:
       entry: of a registry.
       root: the folder of the repository.
-      pictures: name of a policy -> its picture, relative to the page.
+      drawn: the pictures, relative to the page.
     """
     facts = {"policies": policy_facts, "storages": storage_facts, "selections": selection_facts}[entry.axis]
     about = [entry.kind] + ([paper_links(papers_of(entry))] if papers_of(entry) else [])
     lines = [f"# {entry.name}", "", " · ".join(about), "", "## Definition", "", *definition(entry)]
-    lines += facts(entry, root, pictures)
+    lines += facts(entry, root, drawn)
     lines += [*combine_page.section(entry), *peers.lines(entry.name)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -134,9 +135,9 @@ def _python(entry: Entry) -> str:
     return out.rstrip()
 
 
-def policy_facts(entry: Entry, root: Path, pictures: Mapping[str, str]) -> list[str]:
+def policy_facts(entry: Entry, root: Path, drawn: Drawn) -> list[str]:
     """Returns the parts of a policy's page that follow its definition."""
-    return [*_parts(entry), *_drawn(entry, pictures), *_costs(entry, root), *_leaderboard(entry, root)]
+    return [*_parts(entry), *_kept(entry, drawn), *_costs(entry, root), *_leaderboard(entry, root)]
 
 
 def _parts(entry: Entry) -> list[str]:
@@ -164,18 +165,34 @@ def _class(entry: Entry, *made: object) -> list[str]:
     return lines
 
 
-def _drawn(entry: Entry, pictures: Mapping[str, str]) -> list[str]:
-    if entry.name not in pictures:
+def _kept(entry: Entry, drawn: Drawn) -> list[str]:
+    """Returns the lines that show which tokens a policy keeps."""
+    if entry.name not in drawn:
         return []
     spec = survivors.spec_of(entry)
     prompt = survivors.LONG_PROMPT if survivors.compresses(spec) else survivors.PROMPT
+    about = f"Map of the tokens that each query of kvjax-tiny saw under {entry.name}, in KV head"
     return [
-        "## What it keeps", "",
-        f"![Which tokens each query of kvjax-tiny saw under {entry.name}, in two KV heads]({pictures[entry.name]})", "",
+        "## What it keeps", "", *pictures.lines(drawn[entry.name], about),
         f"Both KV heads of layer {survivors.DRAWN} of kvjax-tiny under `{survivors.example_of(entry)}`, on a story of "
         f"{survivors.LENGTH} tokens, of which the first {prompt}, to the dashed line, are the prompt. A "
         "row is a query, a column is a token: dark where the query saw the token, light where it had been evicted"
         f"{' or, later, was not chosen again' if entry.name in ('lru', 'counter') else ''}.", "",
+    ]  # fmt: skip
+
+
+def _read(entry: Entry, drawn: Drawn) -> list[str]:
+    """Returns the lines that show which slots each step reads under a selection."""
+    if entry.name not in drawn:
+        return []
+    about = f"Map of the slots that each decoding step of kvjax-tiny reads under {entry.name}, in KV head"
+    steps = survivors.LENGTH - survivors.LONG_PROMPT
+    return [
+        "## What it reads of a story", "", *pictures.lines(drawn[entry.name], about),
+        f"Both KV heads of layer {survivors.DRAWN} of kvjax-tiny under `{reading.example_of(entry)}` and `full()`, in "
+        f"{steps} decoding steps after a prompt of {survivors.LONG_PROMPT} tokens. A row is a step, a column a slot, "
+        "in the order of the text: dark where the step reads the slot, light where the slot is kept and not read, "
+        "blank where it is still empty.", "",
     ]  # fmt: skip
 
 
@@ -246,7 +263,7 @@ def bytes_of(entry: Entry, text: str, dtype: str) -> int:
     return count
 
 
-def storage_facts(entry: Entry, root: Path, pictures: Mapping[str, str]) -> list[str]:
+def storage_facts(entry: Entry, root: Path, drawn: Drawn) -> list[str]:
     """Returns the parts of a storage's page that follow its definition."""
     made = entry.build()
     dense = {"bfloat16": 4 * DIM, "float32": 8 * DIM}
@@ -280,7 +297,7 @@ def _perplexity(entry: Entry, root: Path) -> list[str]:
     return [*lines, "", "[](../../storages.md) compares all that were measured.", ""]
 
 
-def selection_facts(entry: Entry, root: Path, pictures: Mapping[str, str]) -> list[str]:
+def selection_facts(entry: Entry, root: Path, drawn: Drawn) -> list[str]:
     """Returns the parts of a selection's page that follow its definition."""
     made = entry.build()
     layout = _selecting(made)
@@ -302,7 +319,7 @@ def selection_facts(entry: Entry, root: Path, pictures: Mapping[str, str]) -> li
         f"| slots are chosen | {f'{made.unit} at a time' if made.unit > 1 else 'one by one'} |",
         f"| chosen before the layer begins | {'yes: slots can be fetched meanwhile' if made.ahead else 'no'} |",
     ]  # fmt: skip
-    return [*lines, ""]
+    return [*lines, "", *_read(entry, drawn)]
 
 
 @functools.cache

@@ -1,8 +1,6 @@
 """Pictures of what policies keep of a story that kvjax-tiny reads."""
 
 import functools
-import hashlib
-import io
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,13 @@ import numpy as np
 import kvjax
 from kvjax import policies, selection
 from kvjax.analysis import Retained, retained
+from kvjax_site import pictures
 from kvjax_site.entries import Entry
 
 DRAWN = 4  # the layer; in this one heads differ much
 LENGTH = 256  # tokens of the text
-PROMPT, LONG_PROMPT = (
-    128,
-    192,
-)  # of these, tokens of the prompt: of policies that evict at every step, and of compressors
+PROMPT = 128  # tokens of the prompt, for policies that evict at every step
+LONG_PROMPT = 192  # the same for compressors and selections
 TEXT = (
     "The ship left the harbour in the morning, and the old captain stood at the wheel. He had a red coat and a long "
     "white beard. The lock code of Clara is 5318. The sea was quiet, and the wind came from the west. A boy sat on the "
@@ -31,14 +28,23 @@ TEXT = (
     "and held a lamp. He asked the boy for the lock code of Clara. The lock code of Clara is 5318, the boy said."
 )
 #: Changes whenever the pictures would.
-VERSION = "2"
-SEEN, EVICTED, PAPER = (0.13, 0.36, 0.62), (0.87, 0.90, 0.94), (1.0, 1.0, 1.0)
+VERSION = "3"
+COLOURS = (pictures.PAPER, pictures.EVICTED, pictures.READ)
 
 
 @functools.cache
 def model() -> kvjax.Model:
     """Returns kvjax-tiny."""
     return kvjax.load("kvjax-tiny")
+
+
+def tokens() -> np.ndarray:
+    """Returns the tokens of the text, [1, LENGTH]."""
+    tokenizer = model().tokenizer
+    assert tokenizer is not None
+    ids = np.array(tokenizer.encode(TEXT))[:LENGTH]
+    assert len(ids) == LENGTH, f"the text has {len(ids)} tokens"
+    return ids[None]
 
 
 def spec_of(entry: Entry) -> Any:
@@ -67,41 +73,25 @@ def compresses(spec: Any) -> bool:
 def measure(entry: Entry) -> Retained:
     """Returns for each token the last query that saw it."""
     spec = spec_of(entry)
-    tokenizer = model().tokenizer
-    assert tokenizer is not None
-    tokens = np.array(tokenizer.encode(TEXT))[:LENGTH]
-    assert len(tokens) == LENGTH, f"the text has {len(tokens)} tokens"
-    return retained(model(), tokens[None], spec, prompt_length=LONG_PROMPT if compresses(spec) else PROMPT)
+    return retained(model(), tokens(), spec, prompt_length=LONG_PROMPT if compresses(spec) else PROMPT)
 
 
-def draw(result: Retained) -> bytes:
-    """Draws which tokens each query of a layer saw, for each KV head, as a PNG.
+def draw(result: Retained) -> list[bytes]:
+    """Draws which tokens each query of a layer saw, one picture for each KV head.
 
     A row is a query, a column a token: dark where the query saw the token, light where it was evicted.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    layer, length, prompt = DRAWN, int(result.lengths[0]), int(result.prompt[0])
-    heads = result.last_seen.shape[2]
-    figure = Figure(figsize=(3.5 * heads, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    length, prompt = int(result.lengths[0]), int(result.prompt[0])
     query, token = np.arange(length)[:, None], np.arange(length)
-    for head, axes in enumerate(figure.subplots(1, heads, sharey=True, squeeze=False)[0]):
-        seen = (token <= query) & (query <= result.last_seen[layer, 0, head, :length])
-        image = np.where(seen[..., None], SEEN, np.where((token <= query)[..., None], EVICTED, PAPER))
-        axes.imshow(image, extent=(0, length, length, 0), interpolation="nearest")
-        axes.axhline(prompt, color="0.25", linewidth=0.8, linestyle=(0, (4, 3)))
-        axes.set(title=f"KV head {head}", xlabel="token")
-        axes.spines[["top", "right"]].set_visible(False)
-        if head == 0:
-            axes.set_ylabel("query")
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=100, metadata={"Software": ""})
-    return out.getvalue()
+    drawn = []
+    for head, last_seen in enumerate(result.last_seen[DRAWN, 0, :, :length]):
+        # [length, length]
+        cells = np.where(token > query, 0, np.where(query <= last_seen, 2, 1))
+        drawn.append(pictures.draw(cells, COLOURS, title=f"KV head {head}", rows="query", columns="token", line=prompt))
+    return drawn
 
 
-def picture(entry: Entry, folder: Path, sources: str) -> str:
+def picture(entry: Entry, folder: Path, sources: str) -> list[str]:
     """Draws what a policy keeps, unless the folder has it.
 
     Args:
@@ -110,11 +100,8 @@ def picture(entry: Entry, folder: Path, sources: str) -> str:
       sources: digest of the code that decides what is kept.
 
     Returns:
-      The name of the file, which has a digest of what it depends on.
+      The names of the files, one for each KV head.
     """
     about = f"{VERSION} {sources} {TEXT} {spec_of(entry)!r}"
-    name = f"{entry.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}.png"
-    if not (folder / name).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(draw(measure(entry)))
-    return name
+    heads = model().config.num_kv_heads
+    return pictures.kept(entry.name, about, folder, heads, lambda: draw(measure(entry)))
