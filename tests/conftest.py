@@ -145,7 +145,8 @@ OTHER_THAN_JAX = {
     "reports, pages and plots": (
         "analysis/test_plots.py", "analysis/test_viewer.py", "experiments/test_command.py",
         "experiments/test_html_report.py", "experiments/test_report.py", "storage/test_page.py", "test_docs.py",
-        "test_guides.py", "test_notebook.py", "test_readme.py", "test_site.py", "test_structure.py",
+        "test_guides.py", "test_notebook.py", "test_page_code.py", "test_readme.py", "test_site.py",
+        "test_site_check.py", "test_structure.py",
     ),
     "processes and their memory": (
         "checkpoint/test_memory.py", "experiments/test_accelerator.py", "experiments/test_claims.py",
