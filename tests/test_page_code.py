@@ -1,16 +1,21 @@
 """Every block of code of README, CONTRIBUTING and docs/: a test runs its Python, and its commands exist."""
 
+import ast
+import dataclasses
 import importlib
 import itertools
 import re
 import runpy
 import shlex
 import sys
+import textwrap
 import tomllib
 from typing import Any
 
+import numpy as np
 import pytest
 
+import kvjax
 import kvjax_command
 from experiments import cli
 from experiments.programs.sweep import parse_axis, product
@@ -116,6 +121,34 @@ def test_lm_eval_as_a_library(monkeypatch):
     exec(compile(block, "docs/lm_eval.md", "exec"), {"__name__": "page"})
     ((model, tasks),) = asked
     assert isinstance(model, importlib.import_module("kvjax.lm_eval").KVJaxLM) and tasks == ["piqa"]
+
+
+def examples_of_docstrings() -> dict[str, str]:
+    """The literal blocks of docstrings, which pages of the reference show: name of what they describe -> code."""
+    found = {}
+    texts = {file: file.read_text() for file in sorted((ROOT / "kvjax").rglob("*.py"))}
+    for file, text in texts.items():
+        for node in ast.walk(ast.parse(text if "::\n" in text else "")):
+            doc = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) else None
+            for block in re.findall(r"::\n\n((?:[ ]+\S.*(?:\n+|$))+)", doc or ""):
+                found[f"{file.relative_to(ROOT).as_posix()}: {getattr(node, 'name', '')}"] = textwrap.dedent(block)
+    return found
+
+
+EXAMPLES = examples_of_docstrings()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_of_docstrings(name):
+    """With one layer of kvjax-tiny and a text of 520 tokens."""
+    model = kvjax.load("kvjax-tiny")
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, num_layers=1, windows=()))
+    names = {"kvjax": kvjax, "policies": policies, "model": model, "tokens": np.arange(1, 521)[None]}
+    exec(compile(EXAMPLES[name], name, "exec"), names)
+
+
+def test_there_are_examples_of_docstrings():
+    assert {name.partition(": ")[2] for name in EXAMPLES} >= {"padded", "reuse_prompts"}
 
 
 # Commands.

@@ -131,6 +131,8 @@ def test_every_entry_gets_a_page(monkeypatch):
         assert f"autofunction:: {entry.full_name}\n" in text and text.startswith(f"# {entry.name}\n")
         assert {"policies": "## What it costs", "storages": "## What a slot takes"}.get(entry.axis, "reads") in text
         drawn = re.findall(r"^!\[([^\]]{20,})\]\(\.\./pictures/", text, re.MULTILINE)
+        (example,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        exec(compile(example, pages.page_name(entry), "exec"), {})
         assert len(set(drawn)) == (0 if entry.axis == "storages" else 2), "each picture has its own alternative text"
     for own in (entries.policy_entries(), entries.storage_entries(), entries.selection_entries()):
         text = pages.overview(own[0].axis, own)
