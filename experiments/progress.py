@@ -49,7 +49,7 @@ def tracked(
             yield item
             continue
         if show or terminal:
-            with shown_by(Stages(bar.set_postfix_str)):
+            with shown_by(Stages(functools.partial(_postfix, bar, name(item)))):
                 yield item
             continue
         start, said = time.perf_counter(), f"{unit} {number + 1} of {len(items)}: {name(item)}"
@@ -58,6 +58,10 @@ def tracked(
             yield item
         took = time.perf_counter() - start if seconds is None else seconds(item)
         print(f"{said}, {took:.1f} s", file=sys.stderr, flush=True)
+
+
+def _postfix(bar: tqdm, name: str, stages: Stages) -> None:
+    bar.set_postfix_str(stages.text(name))
 
 
 def _line(said: str, stages: Stages, name: str, seconds: float) -> str:

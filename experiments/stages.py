@@ -14,16 +14,16 @@ class Stages:
     """The stages that are entered now, by the cache that each is of.
 
     Args:
-      changed: is called with `text` after each change.
+      changed: is called with this object after a stage is entered.
     """
 
-    def __init__(self, changed: Callable[[str], object] = lambda text: None) -> None:
+    def __init__(self, changed: "Callable[[Stages], object]" = lambda stages: None) -> None:
         self._now: dict[str, str] = {}
         self._changed = changed
 
     def enter(self, name: str, stage: str) -> None:
         self._now[name] = stage
-        self._changed(self.text())
+        self._changed(self)
 
     def leave(self, name: str) -> None:
         self._now.pop(name, None)

@@ -212,7 +212,7 @@ def measure(
     prompts = tokens[:, :prompt_length]
     logprobs = None
     prefill_times, decode_times = [], []
-    first_call = "compiling (unless the programs are kept), then "
+    first_call = "compiling unless kept, then "
     for turn in range(1 + repeats):
         timed = f"repetition {turn} of {repeats}, " if turn else first_call
         stages.enter(f"{timed}prompts of {rows} rows, {prompt_length} tokens each")

@@ -261,9 +261,9 @@ def test_a_run_says_what_it_does(small, monkeypatch, capsys):
     sweep.sweep(small, [("policy.budget", [8])])
     assert list(dict.fromkeys(name for name, _ in entered)) == ["", "full", "window"]
     assert [stage for name, stage in entered if name == "window"] == [
-        "compiling (unless the programs are kept), then prompts of 2 rows, 16 tokens each",
-        "compiling (unless the programs are kept), then scoring 6 tokens of 2 rows",
-        "compiling (unless the programs are kept), then generating 6 tokens of 2 rows",
+        "compiling unless kept, then prompts of 2 rows, 16 tokens each",
+        "compiling unless kept, then scoring 6 tokens of 2 rows",
+        "compiling unless kept, then generating 6 tokens of 2 rows",
         "repetition 1 of 1, prompts of 2 rows, 16 tokens each",
         "repetition 1 of 1, generating 6 tokens of 2 rows",
     ]
