@@ -321,6 +321,14 @@ def test_formulas_are_no_markup(text, expected):
     assert docstrings.escaped_rst(text) == expected
 
 
+def test_text_is_no_structure():
+    """What napoleon would take for the type of a result, and reStructuredText for a numbered list."""
+    doc = "Gathers.\n\nArgs:\n  width: W.\n  size: S. All.\n\nReturns:\n  slots: [B, K, W] int32.\n  More."
+    assert docstrings.without_accidents(doc) == (
+        "Gathers.\n\nArgs:\n  width: W\\.\n  size: S\\. All.\n\nReturns:\n  \\ \n  slots: [B, K, W] int32.\n  More."
+    )
+
+
 def test_arguments_are_no_links():
     text = docstrings.literal("the `window` newest, see `evict` and ``window``", {"window"})
     assert text == "the ``window`` newest, see `evict` and ``window``"

@@ -149,7 +149,8 @@ def _docstring(app: Any, what: str, name: str, value: object, options: object, l
         arguments = set(inspect.signature(value).parameters) if callable(value) else set()
     except (TypeError, ValueError):
         arguments = set()
-    lines[:] = docstrings.escaped_rst(docstrings.literal("\n".join(lines), arguments)).split("\n")
+    text = docstrings.escaped_rst(docstrings.literal("\n".join(lines), arguments))
+    lines[:] = docstrings.without_accidents(text).split("\n")
 
 
 def _mark_long(app: Any, doctree: Any) -> None:

@@ -41,6 +41,13 @@ def literal(text: str, names: set[str]) -> str:
     return re.sub(r"(?<!`)`(\w+)`(?!`)", lambda found: f"``{found[1]}``" if found[1] in names else found[0], text)
 
 
+def without_accidents(doc: str) -> str:
+    """Escapes what is text and would be read as structure: a result with a colon as a type, "S." as a numbered list."""
+    doc = re.sub(r"^( *(?:\*{0,2}\w+: )?[A-Za-z])\.(?=\s|$)", r"\1\.", doc, flags=re.MULTILINE)
+    # An empty line of text comes first, in which napoleon looks for the colon.
+    return re.sub(r"^(Returns|Yields):\n( +)(?=\S)", r"\1:\n\2\\ \n\2", doc, flags=re.MULTILINE)
+
+
 def escaped_rst(text: str) -> str:
     """Escapes asterisks and bars, which formulas and shapes have, for reStructuredText."""
     parts, end = [], 0
