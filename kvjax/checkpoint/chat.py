@@ -41,7 +41,7 @@ def templates(tokenizer: "Tokenizer") -> dict[str, str]:
         try:
             found[DEFAULT if name == TEMPLATE_FILE else PurePosixPath(name).stem] = files[name].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise InputError(f"{name} is not a text in UTF-8: {error}.") from None
+            raise InputError(f"{name} is not valid UTF-8: {error}.") from None
     return found
 
 
@@ -166,7 +166,7 @@ def _checked(messages: Sequence[Message]) -> list[JsonObject]:
         talk: list[JsonObject] = json.loads(json.dumps([dict(each) for each in messages]))
     except (TypeError, ValueError, RecursionError) as error:
         reason = str(error)[:MAX_REASON]
-        raise InputError(f"the messages of a conversation must be what JSON can hold: {reason}.") from None
+        raise InputError(f"the messages of a conversation must be JSON values: {reason}.") from None
     return [{name: value for name, value in each.items() if value is not None} for each in talk]
 
 

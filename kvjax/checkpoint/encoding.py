@@ -82,15 +82,15 @@ class Tokenizer:
             model.
         """
         if not isinstance(text, str):
-            raise InputError(f"encode() takes a text, but got a {type(text).__name__}.")
+            raise InputError(f"encode() takes a string; got a {type(text).__name__}.")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"character {error.start} of the text is one half of a pair (a surrogate).") from None
+            raise InputError(f"character {error.start} of the text is an unpaired surrogate.") from None
         ids = self._encode(text)
         if beyond := [i for i in ids if i >= self.vocab_size]:
             raise InputError(
-                f"the text holds {self._decode([beyond[0]])!r}, token {beyond[0]}, but the model's vocabulary ends at "
+                f"the text has {self._decode([beyond[0]])!r}, token {beyond[0]}, but the model's vocabulary ends at "
                 f"{self.vocab_size - 1}: the tokenizer has tokens that the model was not trained on."
             )
         return [self.bos_id, *ids] if bos and self.adds_bos and self.bos_id is not None else ids
@@ -129,7 +129,7 @@ class Tokenizer:
           InputError: see `encode`.
         """
         if isinstance(texts, str):
-            raise InputError("encode_batch() takes texts, but got one; use encode() for that.")
+            raise InputError("encode_batch() takes a sequence of strings; use encode() for a single one.")
         return padded([self.encode(text, bos) for text in texts])
 
     def decode_batch(self, tokens: Iterable[Iterable[int]]) -> list[str]:

@@ -126,7 +126,7 @@ def _load(
             f"{checkpoint} holds {form.bits}-bit weights of {form.method}; leave out weights={codes.name!r}."
         )
     if keep and source.coded is None and form is None:
-        raise ConfigError(f"{checkpoint} holds exact weights; weights={STORED!r} keeps codes of GGUF, GPTQ and AWQ.")
+        raise ConfigError(f"{checkpoint} has exact weights; weights={STORED!r} is for codes of GGUF, GPTQ and AWQ.")
     tokenizer = source.tokenizer(config)
     on_host = offload.host_layers(config.num_layers, host_weights)
     try:
@@ -397,7 +397,7 @@ def _expected(source: _Source, config: DecoderConfig, stored: Mapping[str, Store
     if any(problems.values()):
         what = "; ".join(f"{len(found)} {kind}: {', '.join(found)}" for kind, found in problems.items() if found)
         raise CheckpointError(
-            f"the weights in {source.path} are not those that its {source.described_by} promises ({config.family}, "
+            f"the weights in {source.path} do not match its {source.described_by} ({config.family}, "
             f"{config.num_layers} layers, hidden size {config.hidden_size}, {len(wanted)} tensors): {what}."
         )
     return expected
@@ -409,7 +409,7 @@ def _stacked(entries: list[PyTree], path: names.Path) -> Any:
         return jax.tree.map(lambda *each: np.stack(each), *entries)
     except ValueError:
         raise CheckpointError(
-            f"the quantised matrices of {'/'.join(path)} differ in form (some have activation order, or groups of "
+            f"the quantized matrices of {'/'.join(path)} differ in form (some have activation order, or groups of "
             "another size); kvjax reads experts of one form."
         ) from None
 

@@ -100,8 +100,8 @@ def locate(path_or_name: str | Path) -> Path:
         if isinstance(adapter := _adapter(path), dict):
             base = adapter.get("base_model_name_or_path", "another model")
             raise CheckpointError(
-                f"{path} is an adapter of {base} and no model: merge the two (merge_and_unload of peft) and give the "
-                "folder that this makes."
+                f"{path} is an adapter of {base}, not a model: merge the two (merge_and_unload of peft) and give the "
+                "folder of the result."
             )
         raise CheckpointError(
             f"{path} has no config.json, so it is not a Hugging Face checkpoint; it has {listing(path)}."

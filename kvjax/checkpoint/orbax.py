@@ -153,7 +153,7 @@ def restore_state(
     runs = () if target is None else stacked_runs(target.layers)
     saved = _metadata(folder)
     if not isinstance(saved, dict) or set(saved) != {field.name for field in dataclasses.fields(KVState)}:
-        raise CheckpointError(f"{folder} does not hold a KVState, which save_state() saves.")
+        raise CheckpointError(f"{folder} does not contain a KVState saved by save_state().")
     if target is None:
         target = KVState(
             layers=tuple(Layer(_saved_group(folder, group) for group in layer) for layer in saved["layers"]),
@@ -200,8 +200,8 @@ def _same_parts(folder: str | Path, target: KVState, saved: PyTree) -> None:
         for group, wanted in zip(layer, own, strict=True):
             if (parts := _parts(group)) != wanted.parts:
                 raise CheckpointError(
-                    f"{folder} holds slots of several stores that were divided over {parts} devices, expected "
-                    f"{wanted.parts}; restore it without a target, or onto as many devices."
+                    f"{folder} contains slots of several stores, divided over {parts} devices, expected "
+                    f"{wanted.parts}; restore it without a target, or on the same number of devices."
                 )
 
 
@@ -218,7 +218,7 @@ def _saved_group(folder: str | Path, saved: dict[str, PyTree]) -> LayerKV:
     """
     stores = tuple(saved["stores"])
     if "exact" not in stores[-1]["key"]:
-        raise CheckpointError(f"{folder} holds keys in a code, whose head size was not saved; give a target.")
+        raise CheckpointError(f"{folder} contains quantized keys without their head size; give a target.")
     return LayerKV(
         position=saved["position"],
         stores=stores,
@@ -294,7 +294,7 @@ def _same_shapes(folder: str | Path, target: PyTree, saved: PyTree) -> None:
             for name in wrong[:MAX_LISTED]
         ]
         more = f" and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
-        raise CheckpointError(f"{folder} does not hold what was expected: {'; '.join(first)}{more}.")
+        raise CheckpointError(f"{folder} does not contain what was expected: {'; '.join(first)}{more}.")
 
 
 __all__ = ["restore_params", "restore_state", "save_params", "save_state"]

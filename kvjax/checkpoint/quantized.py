@@ -108,7 +108,7 @@ def stored_format(folder: Path, raw: Json) -> StoredFormat | None:
 
     method: Any = settings.get("quant_method", {SETTINGS[0]: GPTQ, SETTINGS[1]: AWQ}.get(where))
     if method not in (GPTQ, AWQ):
-        raise refuse("quant_method", f"{GPTQ} and {AWQ}, or weights that are not quantised")
+        raise refuse("quant_method", f"{GPTQ} and {AWQ}, or weights that are not quantized")
     bits: Any = settings.get("bits", settings.get("w_bit"))
     group = settings.get("group_size", settings.get("q_group_size"))
     valid_bits = WIDTHS if method == GPTQ else (AWQ_BITS,)

@@ -93,7 +93,7 @@ class Stored:
         """
         if self.dtype not in FLOATS:
             raise CheckpointError(
-                f"{self.name} in {self.file} is stored as {self.dtype}; kvjax reads {', '.join(FLOATS)}, and quantised "
+                f"{self.name} in {self.file} is stored as {self.dtype}; kvjax reads {', '.join(FLOATS)}, and quantized "
                 "weights of folders whose config.json says that they are GPTQ's or AWQ's."
             )
         ranges = ranges[::-1] if self.transposed else ranges
@@ -298,14 +298,14 @@ def safetensors(path: Path) -> dict[str, Stored]:
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{path} is damaged: its header describes {name} as {json.dumps(entry)[:MAX_REASON]}, which "
-                "contradicts itself."
+                "is inconsistent."
             ) from None
         end = max(end, last)
         spans.append((first, last, name))
         found[name] = _stored(name, path, shape, dtype, [(data + first, last - first)])
     if data + end != total:
         what = "truncated" if data + end > total else "damaged"
-        raise CheckpointError(f"{path} is {what}: its header promises {data + end} bytes, but it has {total}.")
+        raise CheckpointError(f"{path} is {what}: its header declares {data + end} bytes, but it has {total}.")
     _check_spans(path, spans)
     return found
 
@@ -338,12 +338,12 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]]) -> None:
     for first, last, name in sorted(spans):
         if first < end:
             raise CheckpointError(
-                f"{path} is damaged: {before} and {name} overlap; by its header the one ends at byte {end} of the "
-                f"data, and the other is from byte {first} to byte {last}."
+                f"{path} is damaged: {before} and {name} overlap; by its header the first ends at byte {end} of the "
+                f"data, and the second spans bytes {first} to {last}."
             )
         if first > end:
             where = f"between {before} and {name}" if before else f"before {name}"
-            raise CheckpointError(f"{path} is damaged: bytes {end} to {first} of its data, {where}, are of no tensor.")
+            raise CheckpointError(f"{path} is damaged: bytes {end} to {first} of its data, {where}, are in no tensor.")
         end, before = last, name
 
 

@@ -83,7 +83,7 @@ class Sandbox:
             request = json.dumps({"source": source, "variables": variables}).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(
-                f"the messages and arguments of a conversation must be what JSON can hold: {str(error)[:MAX_REASON]}."
+                f"the messages and arguments of a conversation must be JSON values: {str(error)[:MAX_REASON]}."
             ) from None
         with self._one() as worker:
             kind, answer = worker.ask(request)

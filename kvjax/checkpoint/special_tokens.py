@@ -120,9 +120,9 @@ class SpecialTokens:
         moved = [t["content"] for i, t in self.added.items() if t["content"] and backend.token_to_id(t["content"]) != i]
         if moved:
             warnings.warn(
-                f"the added tokens {', '.join(map(repr, moved[:MAX_LISTED]))} have other ids than the files of the "
-                "tokenizer say: a token that is new takes the next id after the vocabulary, and one of the vocabulary "
-                "keeps its own, as in transformers.",
+                f"the added tokens {', '.join(map(repr, moved[:MAX_LISTED]))} have other ids than the tokenizer's "
+                "files declare, as in transformers: a new token takes the next id after the vocabulary, and a token "
+                "that is in the vocabulary keeps its id.",
                 stacklevel=2,
             )
 

@@ -103,8 +103,8 @@ def make_tokenizer(folder: Path, files: dict[str, bytes], config: DecoderConfig)
 def _warn_of_other(name: str, kind: str) -> None:
     warnings.warn(
         f"{name} is a vocabulary in the form of {kind}, which does not say how texts are split into words; kvjax needs "
-        "tokenizer.json, which transformers makes of it (AutoTokenizer.from_pretrained, save_pretrained): the model is "
-        "loaded without a tokenizer.",
+        "tokenizer.json, which transformers makes from it (AutoTokenizer.from_pretrained, save_pretrained): the model "
+        "is loaded without a tokenizer.",
         stacklevel=4,
     )
 
@@ -135,7 +135,7 @@ def _from_merges(
     if config.family not in ("gpt2", "opt", "gpt_neox"):
         # Other families split text into words by rules that these two files do not contain.
         warnings.warn(
-            f"vocab.json and merges.txt say too little for {config.family}, which needs tokenizer.json: the model is "
+            f"vocab.json and merges.txt do not suffice for {config.family}, which needs tokenizer.json: the model is "
             "loaded without a tokenizer.",
             stacklevel=4,
         )

@@ -97,7 +97,7 @@ def test_what_templates_can_do(folder, source, expected):
 
 @pytest.mark.parametrize("talk", [[], "Hello", ["Hello"], [{"role": "user"}], [{"role": "user", "content": {1}}]])
 def test_what_is_no_conversation(folder, talk):
-    with pytest.raises(InputError, match=r"a conversation must be messages of the form|must be what JSON can hold"):
+    with pytest.raises(InputError, match=r"a conversation must be messages of the form|must be JSON values"):
         loaded(folder).apply_chat_template(talk)
 
 
@@ -200,7 +200,7 @@ def test_messages_that_json_cannot_hold(folder):
     for _ in range(100_000):
         deep = [deep]
     for content in (deep, 10**5000):
-        with pytest.raises(InputError, match="must be what JSON can hold"):
+        with pytest.raises(InputError, match="must be JSON values"):
             loaded(folder).apply_chat_template([{"role": "user", "content": content}])
     with pytest.raises(InputError, match=r"nested too deeply|must be messages of the form") as caught:
         loaded(folder).apply_chat_template([deep])
@@ -272,7 +272,7 @@ def test_what_is_no_template(template, folder, tmp_path):
     with pytest.raises(InputError, match=r"chat_template in tokenizer_config\.json must be a template"):
         own.apply_chat_template(TALK)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(InputError, match=r"chat_template\.jinja is not a text in UTF-8"):
+    with pytest.raises(InputError, match=r"chat_template\.jinja is not valid UTF-8"):
         loaded(tmp_path).apply_chat_template(TALK)
 
 

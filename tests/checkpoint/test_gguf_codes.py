@@ -170,5 +170,5 @@ def test_codes_that_are_not_there(tmp_path):
     written(tmp_path / "model.gguf", "llama")
     with pytest.raises(ConfigError, match="no matrix of the types Q8_0, Q4_0, Q4_1"):
         kvjax.load(tmp_path / "model.gguf", weights="stored")
-    with pytest.raises(ConfigError, match="holds exact weights"):
+    with pytest.raises(ConfigError, match="has exact weights"):
         kvjax.load("kvjax-tiny", weights="stored")

@@ -290,7 +290,7 @@ def test_damaged_safetensors(tmp_path):
         None,
     ):
         rewrite(path, header | {name: wrong}, data)
-        fails(tmp_path, name, "contradicts itself")
+        fails(tmp_path, name, "is inconsistent")
     rewrite(path, header | {name: header[name] | {"data_offsets": [10**9, 10**9 + 64]}}, data)
     fails(tmp_path, "truncated")
 
@@ -301,7 +301,7 @@ def test_damaged_safetensors(tmp_path):
         # Both say the first tensor's bytes; another's are of none.
         (lambda first, second: (first, first), ["overlap"]),
         (lambda first, second: (first, [second[0] - 4, second[1] - 4]), ["overlap", "ends at byte"]),
-        (lambda first, second: (first, [second[0] + 4, second[1] + 4]), ["bytes", "are of no tensor"]),
+        (lambda first, second: (first, [second[0] + 4, second[1] + 4]), ["bytes", "are in no tensor"]),
         (lambda first, second: (second, first), None),  # in another order, as any writer may have them
     ],
 )
@@ -337,12 +337,12 @@ def test_headers_that_the_library_refuses(tmp_path):
     rewrite(path, double.encode(), data)
     fails(tmp_path, str(path), name, "twice")  # the library takes the last one, of which its own page warns
     for wrong, words in (
-        (gap, ["are of no tensor"] if entry["data_offsets"][1] < len(data) else ["damaged"]),
+        (gap, ["are in no tensor"] if entry["data_offsets"][1] < len(data) else ["damaged"]),
         (header | {"__metadata__": {"format": 1}}, ["__metadata__"]),
         (header | {"__metadata__": [1]}, ["__metadata__"]),
-        (header | {name: entry | {"shape": [True, 16]}}, [name, "contradicts itself"]),
-        (header | {name: entry | {"shape": [10**400]}}, [name, "contradicts itself"]),
-        (header | {name: entry | {"shape": [2**40] * 1000}}, [name, "contradicts itself"]),
+        (header | {name: entry | {"shape": [True, 16]}}, [name, "is inconsistent"]),
+        (header | {name: entry | {"shape": [10**400]}}, [name, "is inconsistent"]),
+        (header | {name: entry | {"shape": [2**40] * 1000}}, [name, "is inconsistent"]),
     ):
         rewrite(path, wrong, data)
         fails(tmp_path, str(path), *words)
@@ -561,7 +561,7 @@ def test_a_model_that_comes_with_kvjax(monkeypatch, tmp_path):
 
 def test_adapters_are_said_and_not_applied(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
-    with pytest.raises(CheckpointError, match="is an adapter of someone/base and no model: merge the two"):
+    with pytest.raises(CheckpointError, match="is an adapter of someone/base, not a model: merge the two"):
         load(tmp_path)
     _, params, found = folder_with(tmp_path, raw_config("llama"))
     save_file(found, tmp_path / "model.safetensors")

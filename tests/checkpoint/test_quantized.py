@@ -170,7 +170,7 @@ def test_no_codes_of_codes(tmp_path):
     quantised_folder(tmp_path, write=gptq())
     with pytest.raises(ConfigError, match="holds 4-bit weights of gptq; leave out weights='int8'"):
         kvjax.load(tmp_path, weights="int8")
-    with pytest.raises(ConfigError, match="quantised already"):
+    with pytest.raises(ConfigError, match="already quantized"):
         kvjax.quantize_weights(kvjax.load(tmp_path))
 
 
@@ -263,7 +263,7 @@ def test_the_output_head(tmp_path):
     assert_same(kvjax.load(tmp_path / "saved").params, model.params, None)
     tied = folder_with(tmp_path / "tied", raw_config("llama", tie_word_embeddings=True))[2]
     save_file(tied, tmp_path / "tied/model.safetensors")
-    with pytest.raises(ConfigError, match="which is not quantised"):
+    with pytest.raises(ConfigError, match="is not quantized"):
         kvjax.load(tmp_path / "tied", weights=codes)
 
 

@@ -80,7 +80,7 @@ def test_tokens_beyond_the_model(real, tmp_path):
     assert tokenizer.encode("Hello world") == [12092, 1533]
     with pytest.raises(InputError, match=r"token 5027\d.*50269"):
         tokenizer.encode("a" + " " * 6 + "b")
-    with pytest.raises(InputError, match="text"):
+    with pytest.raises(InputError, match="string"):
         tokenizer.encode(b"bytes")
     for wrong in (60_000, -2):
         with pytest.raises(InputError, match=str(wrong)):
@@ -133,7 +133,7 @@ def test_batches_are_padded_at_the_end(tmp_path):
     assert batch.tokens.tolist() == [[1, 2, 1], [-1, -1, -1], [2, -1, -1]] and batch.tokens.dtype == np.int32
     assert batch.lengths.tolist() == [3, 0, 1]
     assert tokenizer.decode_batch(batch.tokens) == ["a b a", "", "b"]
-    with pytest.raises(InputError, match=r"takes texts, but got one; use encode\(\)"):
+    with pytest.raises(InputError, match=r"takes a sequence of strings; use encode\(\)"):
         tokenizer.encode_batch("a b")
 
 

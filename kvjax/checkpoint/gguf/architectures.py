@@ -160,7 +160,7 @@ def _rotated_share(source: Source) -> float:
 
 def _olmo2(source: Source) -> Json:
     if source.get("attention.sliding_window"):
-        raise ConfigError(f"{source.container.path} is OLMo 3, whose layers have sliding windows; kvjax has OLMo 2.")
+        raise ConfigError(f"{source.container.path} is OLMo 3, whose layers have sliding windows; kvjax reads OLMo 2.")
     return {"attention_bias": source.has("attn_q.bias")}
 
 
@@ -228,7 +228,7 @@ def architecture_of(container: Container) -> Architecture:
     """
     kind = container.metadata.get("general.type", "model")
     if kind != "model":
-        raise ConfigError(f"{container.path} is no model: its general.type is {shown(kind)}.")
+        raise ConfigError(f"{container.path} is not a model: its general.type is {shown(kind)}.")
     name = container.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(
@@ -270,8 +270,8 @@ def config_json(container: Container) -> Json:
     features = source.get("attention.value_length", found.get("head_dim"))
     if features != found.get("head_dim"):
         raise ConfigError(
-            f"{container.path}: values have {features} features and keys {found.get('head_dim')}; in kvjax both have "
-            "the same number."
+            f"{container.path}: values have {features} features and keys {found.get('head_dim')}; kvjax needs the same "
+            "number for both."
         )
     # A window of 0 means none.
     found["sliding_window"] = found.get("sliding_window") or None

@@ -63,7 +63,7 @@ class TensorInfo:
         elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.kind)]
         if self.shape[-1] % elements:
             raise CheckpointError(
-                f"{self.path} is damaged: rows of {self.name} have {self.shape[-1]} elements, no multiple of "
+                f"{self.path} is damaged: rows of {self.name} have {self.shape[-1]} elements, not a multiple of "
                 f"{elements}."
             )
         return elements, size
@@ -107,12 +107,12 @@ def read(path: Path) -> Container:
         if number == 0:
             metadata = found
         if doubled := tensors.keys() & places.keys():
-            raise CheckpointError(f"{part} holds {min(doubled)}, which another part of the model has too.")
+            raise CheckpointError(f"{part} contains {min(doubled)}, which is also in another part of the model.")
         tensors |= places
     if len(paths) > 1 and metadata.get("split.tensors.count", len(tensors)) != len(tensors):
         raise CheckpointError(
-            f"{paths[0]} promises {shown(metadata['split.tensors.count'])} tensors in {len(paths)} files, which have "
-            f"{len(tensors)}."
+            f"{paths[0]} declares {shown(metadata['split.tensors.count'])} tensors in {len(paths)} files, but there "
+            f"are {len(tensors)}."
         )
     return Container(paths[0], metadata, tensors)
 
@@ -198,7 +198,7 @@ class _Header:
             if info.name in found:
                 raise self.damaged(f"its header has {shown(info.name)} twice")
             if info.offset % alignment:
-                raise self.damaged(f"{info.name} begins at byte {info.offset}, no multiple of {alignment}")
+                raise self.damaged(f"{info.name} begins at byte {info.offset}, not a multiple of {alignment}")
             if offset < end:
                 raise self.damaged(f"{before} and {info.name} overlap")
             end, before = offset + size, info.name
@@ -244,7 +244,7 @@ class _Header:
         found: int = self.number("Q")
         if found * MIN_ENTRY > self.total:
             raise CheckpointError(
-                f"{self.path} is truncated or damaged: its header promises {found} {kind}, more than {self.total} "
+                f"{self.path} is truncated or damaged: its header declares {found} {kind}, more than {self.total} "
                 "bytes can hold."
             )
         return found

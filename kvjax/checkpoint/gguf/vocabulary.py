@@ -147,8 +147,8 @@ def _byte_level(container: Container, tokens: Sequence[str], kinds: Sequence[int
         name = "default"
     if name not in PRE_TOKENIZERS:
         raise ConfigError(
-            f"{container.path}: texts are split into words by the rule {shown(name)}, which kvjax does not have; it "
-            f"has {', '.join(PRE_TOKENIZERS)}."
+            f"{container.path}: texts are split into words by the rule {shown(name)}, which kvjax does not support; it "
+            f"supports {', '.join(PRE_TOKENIZERS)}."
         )
     pairs = [tuple(merge.split(" ")) for merge in merges] if isinstance(merges, list) else []
     if not pairs or any(len(pair) != 2 for pair in pairs):  # a pair
