@@ -1,4 +1,4 @@
-"""Serves many requests through the rows of one batch: `Runner`; and states that many of them continue: `Prefix`."""
+"""Serves many requests in the rows of one batch (`Runner`), from states that requests can share (`Prefix`)."""
 
 from typing import TYPE_CHECKING
 

@@ -34,10 +34,10 @@ def read_keys(given: str | None) -> tuple[bytes, ...]:
     # Not visible: blanks of any kind, and characters of no width.
     keys = [line.strip() for line in lines if any(each.isprintable() and not each.isspace() for each in line)]
     if not keys:
-        raise ConfigError("--api-key is empty, so that everybody would have it; leave it out if that is wanted.")
+        raise ConfigError("--api-key is empty; give a key, or omit the flag to serve without authentication.")
     for key in keys:
         if any(ord(each) < 32 or ord(each) == 127 for each in key):
-            raise ConfigError(f"{flag} has a control character, which no header can have.")
+            raise ConfigError(f"{flag} contains a control character, which is not allowed in a header.")
     return tuple(key.encode() for key in keys)
 
 

@@ -141,7 +141,7 @@ class _Edge:
             # A proxy that reads the other one sees another request in the body.
             return ApiError(400, "a request has Content-Length or Transfer-Encoding, not both.", headers=CLOSE)
         host = headers.get(b"host", b"").decode("latin-1")
-        return None if is_called(host, self._hosts) else ApiError(400, f"the server is not called {host!r}.")
+        return None if is_called(host, self._hosts) else ApiError(400, f"{host!r} is not a host name of this server.")
 
 
 class _Pages:
@@ -209,7 +209,7 @@ class _Pages:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
             raise ApiError(415, f"the body must be of type {JSON_TYPE}.")
         if (encoding := request.headers.get("content-encoding", IDENTITY).strip().lower()) != IDENTITY:
-            raise ApiError(415, f"a body with Content-Encoding {encoding!r} is not supported; send it as it is.")
+            raise ApiError(415, f"a body with Content-Encoding {encoding!r} is not supported; send it unencoded.")
         # Before its body is read.
         if self._admission.full(client):
             raise ApiError(429, f"the server is busy: {FULL}.", code=BUSY)
@@ -235,7 +235,7 @@ class _Pages:
     async def _conversation(self, body: JsonObject, request: Request) -> str:
         """Returns the text of a chat's messages. Clients that wait for a slow template hold no thread of others."""
         if self._rendering >= self._engine.max_requests:
-            raise ApiError(429, "the server is busy: no further conversation may wait.", code=BUSY)
+            raise ApiError(429, "the server is busy: too many conversations are waiting.", code=BUSY)
         self._rendering += 1
         made = asyncio.get_running_loop().run_in_executor(self._renders, conversation, body, self._served)
         try:

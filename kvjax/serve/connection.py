@@ -123,17 +123,17 @@ class Connection(H11Protocol):
             if passed > (limits.rest if self.transport.lingers and not stalled else limits.write):
                 self.end()
         elif stalled and passed > limits.write:
-            self._all.notice("write", f"{self.address} has taken nothing of what is sent to it for {passed:.0f} s")
+            self._all.notice("write", f"{self.address} has not read its response for {passed:.0f} s")
             self.end()
         elif phase == "drain" and passed > limits.rest:
             self.end()
         elif phase == "head" and passed > limits.head:
-            self._all.notice("head", f"{self.address} has sent no whole request in {passed:.0f} s: closed")
-            self.refuse(ApiError(408, f"no whole headers of a request came in {limits.head:g} s."))
+            self._all.notice("head", f"{self.address} has not sent complete headers in {passed:.0f} s: closed")
+            self.refuse(ApiError(408, f"no complete request headers were received within {limits.head:g} s."))
         elif phase == "body" and passed > limits.body + (self._received - self._before) / limits.rate:
-            self._all.notice("body", f"{self.address} has sent no whole body in {passed:.0f} s: closed")
-            self.refuse(ApiError(408, f"the body came too slowly: {limits.body:g} s and a second for every "
-                                 f"{limits.rate:,} bytes are the most that it may take."))  # fmt: skip
+            self._all.notice("body", f"{self.address} has not sent the complete body in {passed:.0f} s: closed")
+            self.refuse(ApiError(408, f"the body was received too slowly: the limit is {limits.body:g} s plus one "
+                                 f"second per {limits.rate:,} bytes."))  # fmt: skip
 
     # What asyncio and uvicorn call.
 
@@ -164,7 +164,7 @@ class Connection(H11Protocol):
             self._probe(PROBE_SECONDS)
             return True
         if self._partial or self.phase == "body":
-            self.refuse(ApiError(400, "the connection ended before the request did."))
+            self.refuse(ApiError(400, "the connection was closed before the request was complete."))
         return False
 
     def send_400_response(self, msg: str) -> None:

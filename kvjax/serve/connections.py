@@ -51,7 +51,7 @@ class Connections:
         limits, files = self.deadlines, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
             f"at most {self.limit} connections at the same time (limit of open files: {files}), each with "
-            f"{limits.head:g} s for its headers and {limits.body:g} s for a body, and a second more for every "
+            f"{limits.head:g} s for its headers and {limits.body:g} s for a body, plus one second per "
             f"{limits.rate:,} bytes"
         )
 
@@ -79,7 +79,7 @@ class Connections:
         worst = max(found, key=lambda each: (count[each.address], now - each.phase_began))
         self.notice("full", f"{len(self.open)} connections are open, and at most {self.limit} may be: closed one of "
                     f"{worst.address}, which had sent no whole request or took no answer")  # fmt: skip
-        worst.refuse(ApiError(503, "the server needed the place of this connection.", code=BUSY))
+        worst.refuse(ApiError(503, "the server closed this connection to accept another one.", code=BUSY))
         worst.end()
         return True
 
@@ -101,7 +101,7 @@ class Connections:
         """Refuses the requests of which the body has not come, because the server is being stopped."""
         for each in list(self.open):
             if each.phase == "body":
-                each.refuse(ApiError(503, "the server is being stopped."))
+                each.refuse(ApiError(503, "the server is stopping."))
 
     def notice(self, kind: str, text: str) -> None:
         """Writes a line to the log, unless there was one of its kind a moment ago."""

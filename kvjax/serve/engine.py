@@ -131,11 +131,11 @@ class Engine:
         tickets = [Ticket(request, deliver, text, client) for request, text, deliver in requests]
         with self._change:
             if self._stopping or self.error is not None:
-                raise Stopped(f"the engine has ended: {self.error or 'it was stopped'}")
+                raise Stopped(f"the engine is not running: {self.error or 'it was stopped'}")
             if len(tickets) > self._max_requests:
-                raise InputError(f"{len(tickets)} requests were sent at once, and at most {self._max_requests} fit.")
+                raise InputError(f"{len(tickets)} requests were sent at once, but the limit is {self._max_requests}.")
             if not self._queue.fits(client, len(tickets), max_requests := self._places(places)):
-                raise Busy(f"{self._queue.open} requests are running or waiting, and at most {max_requests} may.")
+                raise Busy(f"{self._queue.open} requests are running or waiting, and the limit is {max_requests}.")
             for ticket in tickets:
                 self._queue.add(client, ticket)
             self._change.notify()
@@ -188,7 +188,7 @@ class Engine:
                 self._turn()
         except Exception as error:  # whatever it is, clients must not wait for ever
             self.error = error
-        ended = Stopped(f"the engine has ended: {self.error or 'it was stopped'}")
+        ended = Stopped(f"the engine is not running: {self.error or 'it was stopped'}")
         with self._change:
             self._stopping = True
             waiting = self._queue.clear()

@@ -77,7 +77,7 @@ class Prefix:
         """
         if prompts.model.params is not self.prompts.model.params:
             raise InputError(
-                "the prefix is of another model; make or load it with Runner.prefix or Runner.load_prefix."
+                "the prefix belongs to another model; make or load it with Runner.prefix or Runner.load_prefix."
             )
         if prompts.layout.decode != self.prompts.layout.decode:
             raise InputError(
@@ -85,13 +85,13 @@ class Prefix:
             )
         if following > (room := min(self.room, prompts.limits.new_tokens)):
             raise InputError(
-                f"{following} tokens are to follow a prefix that has room for {room} here; make the prefix, and the "
-                "runner, with larger limits.new_tokens."
+                f"{following} tokens were requested after a prefix that has room for {room}; make the prefix and the "
+                "runner with larger limits.new_tokens."
             )
 
     @plain_signature
     def extend(self, tokens: ArrayLike) -> "Prefix":
-        """Feeds further tokens; this prefix stays as it is.
+        """Returns a prefix with further tokens; this one is not changed.
 
         Args:
           tokens: [n] int.
@@ -106,7 +106,7 @@ class Prefix:
         return dataclasses.replace(self, state=state, logits=logits, tokens=np.concatenate([self.tokens, ids]))
 
     def started(self, tokens: np.ndarray) -> Started:
-        """The state that a request begins with.
+        """Returns the state that a request starts from.
 
         Args:
           tokens: [n] int32, those of the request; fed here if they are fed in one block.

@@ -80,7 +80,7 @@ def serve(flags: argparse.Namespace) -> int:
     max_connections = flags.connections or max(MAX_CONNECTIONS, PLACES * (flags.rows + flags.waiting))
     connections, hosts = Connections(max_connections), address.names(listener, flags.host)
     if not (keys or address.is_local(listener)):
-        print("anybody who reaches this address can use the model: there is no --api-key", flush=True)
+        print("warning: no --api-key is set, so that anyone who can reach this address can use the model", flush=True)
     app = make_app(engine, served, api_keys=keys, hosts=hosts, connections=connections)
     run(app, engine, listener, connections)
     return 0

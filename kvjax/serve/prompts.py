@@ -110,8 +110,8 @@ class Prompts:
         limits, length = self.limits, len(tokens)
         if not limits.shortest <= length <= limits.prompt or new_tokens > limits.new_tokens:
             raise InputError(
-                f"a prompt of {length} tokens and {new_tokens} new ones do not fit: prompts have "
-                f"{limits.shortest} to {limits.prompt} tokens here, and at most {limits.new_tokens} follow."
+                f"a prompt of {length} tokens and {new_tokens} new ones do not fit: prompts must have "
+                f"{limits.shortest} to {limits.prompt} tokens, and at most {limits.new_tokens} new ones."
             )
         total = length + new_tokens - 1
         budgets = budgets_of(self.spec, self.model.config, np.array([length], np.int32), np.array([total], np.int32))

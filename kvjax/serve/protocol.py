@@ -211,7 +211,7 @@ def _prompts(body: JsonObject, served: ServerInfo, prefix: Prefix | None) -> lis
         given = [given]
     if not isinstance(given, list) or not given or len(given) > MAX_CHOICES:
         raise ApiError(
-            400, f"prompt must be a text, token ids, or a list of 1 to {MAX_CHOICES} of these.", param="prompt"
+            400, f"prompt must be a string, token ids, or a list of 1 to {MAX_CHOICES} of these.", param="prompt"
         )
     tokenizer, found = served.model.tokenizer, []
     for prompt in given:
@@ -226,7 +226,7 @@ def _prompts(body: JsonObject, served: ServerInfo, prefix: Prefix | None) -> lis
         elif isinstance(prompt, list) and all(map(_is_id, prompt)):
             found.append(prompt)
         else:
-            raise ApiError(400, f"a prompt must be a text or token ids; got {type(prompt).__name__}.", param="prompt")
+            raise ApiError(400, f"a prompt must be a string or token ids; got {type(prompt).__name__}.", param="prompt")
         _check_length(found[-1], served, prefix, "prompt")
     return found
 
@@ -275,7 +275,7 @@ def _message(message: object, number: int) -> JsonObject:
         ]
         content = None if None in parts else "".join(map(str, parts))
     if not isinstance(content, str):
-        raise ApiError(400, f"{where}.content must be a text, or parts of type text.", param="messages")
+        raise ApiError(400, f"{where}.content must be a string, or parts of type text.", param="messages")
     return message | {"content": content}
 
 
@@ -285,7 +285,7 @@ def _logprobs(kind: str, body: JsonObject) -> bool:
     if given is False:
         return False
     if given is not True if kind == "chat" else isinstance(given, bool) or given != 0:
-        raise ApiError(400, "logprobs are those of the chosen tokens only: give 0 (in a chat, true).", param="logprobs")
+        raise ApiError(400, "logprobs are given for chosen tokens only; use 0 (in a chat, true).", param="logprobs")
     return True
 
 
@@ -330,7 +330,7 @@ def _stops(body: JsonObject, model: Model) -> tuple[list[str], list[int]]:
     texts = body.get("stop", [])
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(x, str) and x for x in texts):
-        raise ApiError(400, f"stop must be a text or at most {MAX_STOPS} texts, none of them empty.", param="stop")
+        raise ApiError(400, f"stop must be a non-empty string or a list of up to {MAX_STOPS}.", param="stop")
     if texts and model.tokenizer is None:
         raise ApiError(400, "the model has no tokenizer; give stop_token_ids.", param="stop")
     ids = _field(body, "stop_token_ids", list, [])
@@ -371,7 +371,7 @@ def _max_tokens(kind: str, body: JsonObject, served: ServerInfo, prefix: Prefix 
         fits = maximum if prefix is None else prefix.room - len(prompt)
         if given > fits:
             raise ApiError(
-                400, f"{given} new tokens are asked for, and at most {fits} can follow here.", param=names[-1],
+                400, f"{given} new tokens were requested, but at most {fits} fit.", param=names[-1],
                 code="context_length_exceeded",
             )  # fmt: skip
         return given

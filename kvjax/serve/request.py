@@ -25,7 +25,7 @@ NUMBERS = 1 << 31  # so are numbers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt, and how it is continued.
+    """A prompt, and the options of its continuation.
 
     Attributes:
       tokens: [n] token ids of the prompt; of a request with a prefix, those that follow it, possibly none.
@@ -179,7 +179,7 @@ def check_stops(shared: np.ndarray, own: int | Sequence[int]) -> np.ndarray:
     stop = np.union1d(shared, check_stop(own)).astype(np.int32)
     if stop.size > MAX_STOPS or (stop.size and stop[0] < 0):
         raise InputError(
-            f"stop must be at most {MAX_STOPS} token ids of at least 0, those of the runner included; got {stop}."
+            f"stop must be at most {MAX_STOPS} token ids of at least 0, including those of the runner; got {stop}."
         )
     return stop
 

@@ -100,7 +100,7 @@ class _Flight:
 
 
 class Runner:
-    """Serves requests through the rows of one batch.
+    """Serves requests in the rows of one batch.
 
     A request's tokens are those of `kvjax.generate` for its prompt alone: they depend neither on the other requests,
     nor on the row, nor on when the request is submitted. In bfloat16, products of one row may be rounded otherwise than
@@ -222,7 +222,7 @@ class Runner:
         return saved.load(folder, self.prompts)
 
     def cancel(self, number: int) -> bool:
-        """Ends a request; its row is free from the next chunk on. Its result has the tokens that it had.
+        """Cancels a request; its row is free from the next chunk on, and its result has the tokens so far.
 
         Args:
           number: from `submit`.

@@ -170,5 +170,5 @@ def _read(path: Path) -> JsonObject:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from None
     if not isinstance(about, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no object.")
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object.")
     return about

@@ -258,7 +258,7 @@ def test_clients_that_close_their_side_are_answered():
         for part in (b"GET /early HTTP/1.1\r\nHo", request("echo", b"Content-Length: 9", body=b"abc")):
             connection = connect(port, part)
             connection.shutdown(socket.SHUT_WR)
-            assert error_of(read(connection)) == (400, "the connection ended before the request did.")
+            assert error_of(read(connection)) == (400, "the connection was closed before the request was complete.")
 
 
 MALFORMED = [

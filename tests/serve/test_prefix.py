@@ -125,21 +125,21 @@ def test_a_prefix_under_functions_of_ones_own(tmp_path):
 def test_prefixes_that_cannot_be_used(tmp_path):
     runner = runner_for("h2o-int8-host")
     prefix = runner.prefix(CONTEXT[:20])
-    with pytest.raises(InputError, match="31 tokens are to follow a prefix that has room for 30"):
+    with pytest.raises(InputError, match="31 tokens were requested after a prefix that has room for 30"):
         runner.submit(Request(tokens=[1] * 20, max_new_tokens=11, prefix=prefix))
-    with pytest.raises(InputError, match=r"31 tokens are to follow"):
+    with pytest.raises(InputError, match=r"31 tokens were requested"):
         prefix.extend([1] * 30)
     other = Runner(runner.model, policies.h2o(9), rows=2, limits=LIMITS)
     with pytest.raises(InputError, match="made under h2o"):
         other.submit(Request(tokens=[1], max_new_tokens=1, prefix=prefix))
     another = Runner(tiny(layers=1, seed=1).model, SPECS["h2o-int8-host"], rows=2, limits=LIMITS)
-    with pytest.raises(InputError, match="of another model"):
+    with pytest.raises(InputError, match="belongs to another model"):
         another.submit(Request(tokens=[1], max_new_tokens=1, prefix=prefix))
     for call in (runner.prefix, prefix.extend):
-        with pytest.raises(InputError, match="of one row of tokens"):
+        with pytest.raises(InputError, match="must be one row of tokens"):
             call([[1, 2], [3, 4]])
     smaller = Runner(runner.model, SPECS["h2o-int8-host"], rows=2, limits=Limits(LIMITS.prompt, 16))
-    with pytest.raises(InputError, match="17 tokens are to follow a prefix that has room for 16 here"):
+    with pytest.raises(InputError, match="17 tokens were requested after a prefix that has room for 16;"):
         smaller.submit(Request(tokens=[1] * 16, max_new_tokens=1, prefix=prefix))
     folder = tmp_path / "saved"
     runner.save_prefix(folder, prefix)

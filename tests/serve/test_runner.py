@@ -204,8 +204,8 @@ def test_the_host_may_end_a_request():
     [
         ({"tokens": []}, "at least one token"),
         ({"tokens": [VOCAB]}, "outside the model's vocabulary"),
-        ({"tokens": [1] * (LONGEST + 1)}, "prompts have 1 to 90 tokens"),
-        ({"max_new_tokens": 25}, "at most 24 follow"),
+        ({"tokens": [1] * (LONGEST + 1)}, "prompts must have 1 to 90 tokens"),
+        ({"max_new_tokens": 25}, "at most 24 new ones"),
         ({"max_new_tokens": 0}, "max_new_tokens must be"),
         ({"stop": range(MAX_STOPS + 1)}, "at most 16 token ids"),
         ({"seed": 1 << 32}, "seed must be a whole number from 0 to 4294967295"),
