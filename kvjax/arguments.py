@@ -39,8 +39,8 @@ class Restorable:
         if missing:
             names = ", ".join(sorted(set(state)))
             raise PolicyError(
-                f"a {type(self).__name__} that another version of kvjax saved has {names} and lacks "
-                f"{', '.join(missing)}; make it again."
+                f"a {type(self).__name__} saved by another version of kvjax has {names} and lacks "
+                f"{', '.join(missing)}; create it again."
             )
         self.__dict__.update(state)
 
@@ -99,8 +99,8 @@ def check_hashable(what: str, value: object, *, error: type[KvjaxError] = Policy
         hash(value)
     except Exception as raised:
         raise error(
-            f"{what}: {type(value).__name__} cannot be hashed ({type(raised).__name__}: {raised}), and a program is "
-            "compiled for what it equals: make it a frozen dataclass whose fields are numbers, texts, functions or "
+            f"{what}: {type(value).__name__} is not hashable ({type(raised).__name__}: {raised}), but programs are "
+            "looked up by it: make it a frozen dataclass whose fields are numbers, strings, functions or "
             "tuples."
         ) from None
 

@@ -17,7 +17,7 @@ def shown(value: object, longest: int = LONGEST) -> str:
 
 
 def without_middle(text: str, longest: int) -> str:
-    """Returns a text, of one that is longer than `longest` characters the beginning and the end."""
+    """Returns a text; if it is longer than `longest` characters, only its beginning and its end."""
     return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
 
 

@@ -126,7 +126,7 @@ def check_one_row(name: str, tokens: object) -> None:
         shape = None
     if shape is None or len(shape) != 1:
         got = "rows that differ in length" if shape is None else f"shape {shape}"
-        raise InputError(f"{name} is of one row of tokens, [n]; got {got}.")
+        raise InputError(f"{name} must be one row of tokens, [n]; got {got}.")
 
 
 def _row(row: object) -> np.ndarray | None:
@@ -155,8 +155,8 @@ def _one_array(tokens: ArrayLike, lengths: ArrayLike | None) -> tuple[np.ndarray
     rows = [row for row in map(_row, given) if row is not None]
     if len(rows) < len(given):
         raise InputError(
-            "tokens must be [batch, length], or a list of rows of token ids; those of an encoded batch are "
-            "batch.tokens, with lengths=batch.lengths."
+            "tokens must be [batch, length], or a list of rows of token ids; for an encoded batch, give "
+            "batch.tokens and lengths=batch.lengths."
         )
     # [B]
     own = np.array([row.size for row in rows])
@@ -165,7 +165,7 @@ def _one_array(tokens: ArrayLike, lengths: ArrayLike | None) -> tuple[np.ndarray
     if lengths is not None and np.shape(lengths) == own.shape and np.any(np.asarray(lengths) > own):
         wrong = int(np.argmax(np.asarray(lengths) > own))
         said = np.asarray(lengths)[wrong]
-        raise InputError(f"row {wrong} has {own[wrong]} tokens, but its length is said to be {said}.")
+        raise InputError(f"row {wrong} has {own[wrong]} tokens, but lengths says {said}.")
     # [B, T]
     padded = np.zeros((len(rows), own.max()), np.int64)
     for into, row in zip(padded, rows, strict=True):
@@ -214,7 +214,7 @@ def check_stop(stop: int | Sequence[int]) -> np.ndarray:
     if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
         raise InputError(f"stop must be token ids; got {shown(stop)}.")
     if ids.size and (ids.max() > np.iinfo(np.int32).max or ids.min() < np.iinfo(np.int32).min):
-        raise InputError(f"stop must be token ids, which are numbers of 32 bits; got {shown(stop)}.")
+        raise InputError(f"stop must be token ids, which are 32-bit integers; got {shown(stop)}.")
     return np.unique(ids).astype(np.int32)
 
 

@@ -60,7 +60,7 @@ def private_folder(*names: str) -> Path | None:
             if os.access(path, os.W_OK | os.X_OK):
                 return path
         except _NotPrivateError as error:
-            warnings.warn(f"{error}: kvjax keeps nothing there.", stacklevel=3)
+            warnings.warn(f"{error}: kvjax does not use this cache folder.", stacklevel=3)
         except OSError:
             pass
     return None

@@ -454,7 +454,7 @@ def test_what_cannot_run_says_so():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": ""}, "its name must be a text"),
+        ({"name": ""}, "its name must be a non-empty string"),
         ({"transform": "cube"}, "transform='cube' is not valid; use 'identity'"),
         ({"accumulate": "mean"}, "accumulate='mean' is not valid; use 'sum', 'max'"),
         ({"accumulate": "decay", "gamma": 1.5}, "gamma must be a number from 0 to 1; got 1.5"),
@@ -462,9 +462,9 @@ def test_what_cannot_run_says_so():
         ({"transform": "above", "accumulate": "recall"}, "history must be a whole number of at least 1; got 0"),
         ({"accumulate": "recall", "history": 8}, "recall stores bits, which transform='above' gives, not 'identity'"),
         ({"tail": 0}, "tail must be a whole number of at least 1; got 0"),
-        ({"tail": 8, "accumulate": "decay"}, "tail=8 is only of attention and with accumulate='sum' or 'max'"),
-        ({"tail": 8, "transform": "one"}, "tail=8 is only of attention"),
-        ({"saturate": 255}, "saturate=255 is only of transform='chosen' and accumulate='sum'"),
+        ({"tail": 8, "accumulate": "decay"}, "tail=8 needs a transform of attention and accumulate='sum' or 'max'"),
+        ({"tail": 8, "transform": "one"}, "tail=8 needs a transform of attention"),
+        ({"saturate": 255}, "saturate=255 needs transform='chosen' and accumulate='sum'"),
         ({"transform": "chosen", "accumulate": "decay"}, "takes accumulate='sum', 'max' or 'replace'"),
     ],
 )

@@ -70,7 +70,7 @@ def test_others_may_not_write_into_a_folder(monkeypatch, tmp_path):
 def test_a_folder_of_another_user_is_not_used(monkeypatch, temporary, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kept_files, "_is_mine", lambda about: about.st_ino != (tmp_path / "kvjax").stat().st_ino)
-    with pytest.warns(UserWarning, match="kvjax belongs to another user: kvjax keeps nothing there"):
+    with pytest.warns(UserWarning, match="kvjax belongs to another user: kvjax does not use this cache folder"):
         assert kept_files.private_folder("native") == temporary / f"kvjax-{os.getuid()}" / "native"
 
 

@@ -1,4 +1,4 @@
-"""Measures of attention, and of the part that a policy misses: those of the papers, in linear memory.
+"""Measures of attention, and of the attention that a policy misses, as in the papers and in linear memory.
 
 `sparsity`, `accumulated_attention`, `keys_for_mass` and `attention_std` measure the full cache; `attention_cosine`,
 `jaccard`, `miss_rate` and `retained` compare a policy with it, or a `CacheSpec` of policy, storage and selection;

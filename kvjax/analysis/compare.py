@@ -103,7 +103,7 @@ def miss_rate(
     top: int,
     lengths: ArrayLike | None = None,
 ) -> MissRate:
-    """How much of what a query of the full cache attends to a policy has evicted, or hides from the same query.
+    """Measures how much of the full cache's attention goes to slots that a policy has evicted, or hides.
 
     Args:
       model: see `attention_cosine`.
@@ -229,7 +229,7 @@ def retained(
     prompt_length: ArrayLike,
     lengths: ArrayLike | None = None,
 ) -> Retained:
-    """How long a policy keeps every token: a retained-position map in linear memory.
+    """Measures how long a policy keeps every token: a map of retained positions in linear memory.
 
     Args:
       model: see `attention_cosine`.

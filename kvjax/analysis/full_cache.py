@@ -97,7 +97,7 @@ class AccumulatedAttention(NamedTuple):
 
 
 def accumulated_attention(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None) -> AccumulatedAttention:
-    """Sorted accumulated attention of each layer and head: a few heavy hitters (H2O, section 3, Fig. 2 b).
+    """Computes the sorted accumulated attention of each layer and head: a few heavy hitters (H2O, section 3, Fig. 2 b).
 
     Args:
       model: see `sparsity`.
@@ -146,7 +146,7 @@ class AttentionStd(NamedTuple):
 def attention_std(
     model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None, positions: Any = None
 ) -> AttentionStd:
-    """How much the attention that a token receives varies from query to query (RoCo, arXiv:2402.06262, Fig. 3).
+    """Measures how much the attention that a token receives varies between queries (RoCo, arXiv:2402.06262, Fig. 3).
 
     std = sqrt(Q / N - (S / N)^2) over the N queries so far, the token's own included, as in RoCo's scope, which takes
     the mean over the query heads that share a KV head; here it is of each head.

@@ -45,7 +45,7 @@ def retrieval_scores(
     rows: int = 2,
     seed: int = 0,
 ) -> RetrievalScores:
-    """How much each query head attends to earlier occurrences of its token, and to the tokens that followed these.
+    """Measures how much each query head attends to earlier occurrences of its token, and to the tokens after these.
 
     Args:
       model: from `kvjax.load`.
@@ -67,7 +67,7 @@ def retrieval_scores(
         period = (min(config.max_positions or LONGEST, LONGEST) - len(bos)) // max(repeats, 1)
     for name, value, minimum in (("repeats", repeats, 2), ("period", period, 2), ("rows", rows, 1)):
         if value < minimum:
-            raise InputError(f"{name}={value!r} is too few; give at least {minimum}.")
+            raise InputError(f"{name}={value!r} is too small; give at least {minimum}.")
     special = {*bos, *config.eos_token_ids}
     pool = np.asarray([i for i in range(config.vocab_size) if i not in special] if draw_from is None else draw_from)
     if (
@@ -103,7 +103,7 @@ def _look_back(
 def retrieval_heads(
     model: Model, *, induction_share: float = 0.14, echo_share: float = 0.01, draw_from: object = None, **options: Any
 ) -> np.ndarray:
-    """The KV heads that must keep every token: a table for `kvjax.policies.razor_attention` and `duo_attention`.
+    """Finds the KV heads that must keep every token: a table for `kvjax.policies.razor_attention` and `duo_attention`.
 
     A KV head is one of them if any of its query heads is among the model's best, as in RazorAttention.
 

@@ -61,7 +61,7 @@ def selected(
     prompt_length: ArrayLike,
     lengths: ArrayLike | None = None,
 ) -> Selected:
-    """How good the choice of a selection is: its size, its overlap with the best choice, and the attention it covers.
+    """Measures the quality of a selection's choices: their size, overlap with the best choice, and attention covered.
 
     The true probability of a slot is that of the softmax of the layer's own query over all slots that are held and
     inside the layer's window, the new token's among them; it is the mean over the query heads that share a KV head. The
@@ -146,7 +146,7 @@ def skew_effect(
     lengths: ArrayLike | None = None,
     sample_lengths: ArrayLike | None = None,
 ) -> SkewEffect:
-    """How much skewing improves the choice of `kvjax.selection.infinigen` (InfiniGen, arXiv:2406.19707, Fig. 13).
+    """Measures how a skew improves the choice of `kvjax.selection.infinigen` (InfiniGen, arXiv:2406.19707, Fig. 13).
 
     The figure has the accuracy of tasks with a fifth of the cache read and a tenth of the columns: alpha = inf,
     cap = 0.2 and ratio = 0.1. At ratio 1 a skew changes nothing.
@@ -171,13 +171,13 @@ def skew_effect(
     spec = as_spec(spec)
     if not isinstance(spec.selection, InfiniGen):
         raise InputError(
-            f"a skew changes only what kvjax.selection.infinigen chooses; got a spec with {spec.selection!r}."
+            f"a skew affects only the selection kvjax.selection.infinigen; got a spec with {spec.selection!r}."
         )
     if any(SKEW in model.params[f"layer_{index}"]["attention"] for index in range(model.config.num_layers)):
-        raise InputError("the model is skewed already; give the model as kvjax.load returns it.")
+        raise InputError("the model is already skewed; give the model as kvjax.load returns it.")
     shares = np.asarray(ratios, np.float64)
     if shares.ndim != 1 or not shares.size:
-        raise InputError(f"ratios must be a list of at least one share of the columns; got {ratios!r}.")
+        raise InputError(f"ratios must be a non-empty list of shares of the columns; got {ratios!r}.")
     specs = [
         dataclasses.replace(spec, selection=dataclasses.replace(spec.selection, ratio=float(ratio))) for ratio in shares
     ]

@@ -50,7 +50,7 @@ def value(attention: np.ndarray, chosen: Sequence[int], concave: str = "mass") -
 
 
 def greedy(attention: np.ndarray, size: int, concave: str = "mass") -> tuple[int, ...]:
-    """Chooses, one after another, the token that raises f most, of equal ones the older.
+    """Chooses tokens one by one: the one that increases f most, the older of equal ones.
 
     The value of the set is at least `BOUND` times that of `brute_force`.
 
@@ -76,7 +76,7 @@ def greedy(attention: np.ndarray, size: int, concave: str = "mass") -> tuple[int
 
 
 def brute_force(attention: np.ndarray, size: int, concave: str = "mass") -> tuple[int, ...]:
-    """The best `size` columns, ascending: every set is tried.
+    """Finds the best `size` columns, ascending, by trying every set.
 
     Args:
       attention: see `value`.
@@ -147,7 +147,7 @@ class Comparison(NamedTuple):
 
 
 def compare(attention: np.ndarray, size: int, concave: str = "mass") -> Comparison:
-    """Greedy selection against the brute-force optimum.
+    """Compares greedy selection with the brute-force optimum.
 
     Args:
       attention: see `value`.

@@ -58,7 +58,7 @@ class CacheView:
 
 @dataclasses.dataclass(frozen=True)
 class Viewer:
-    """A text, and the tokens of it that some caches hold; a notebook shows it as it is.
+    """A page of a text with the tokens that some caches hold; notebooks display it.
 
     Attributes:
       prompt: the text of each token of the prompt.
@@ -76,7 +76,7 @@ class Viewer:
         return f"Viewer({', '.join(each.name for each in self.caches)}; {len(self.prompt):,} tokens of a prompt)"
 
     def data(self) -> JsonObject:
-        """Returns what the page shows, as it is written into it.
+        """Returns the data that is embedded in the page.
 
         ``blobs`` are base64. Of caches, ``held[layer][head]`` is the number of a blob with a bit per token, the lowest
         bit of a byte first, and ``shades[layer][head]`` maps statistics to blobs with a byte per held token in the
@@ -166,7 +166,7 @@ def show(
             f"{shown(tokenizer)}."
         )
     if layers is not None and (not np.ndim(layers) or not len(layers)):
-        raise InputError(f"layers must be a sequence of at least one layer's number, or None for all; got {layers!r}.")
+        raise InputError(f"layers must be a non-empty sequence of layer indices, or None for all; got {layers!r}.")
     views, prompts = [], []
     for name, result in named.items():
         generation = result.generation if isinstance(result, TextGeneration) else result
@@ -177,9 +177,9 @@ def show(
         views.append(CacheView(name, held, token_texts(tokenizer, prompt, new)))
         prompts.append(prompt)
     if len({tuple(each) for each in prompts}) > 1:
-        raise InputError("the results are of different prompts; show those of the same prompts.")
+        raise InputError("the results are for different prompts; give results for the same prompts.")
     if len({(each.held.layers, each.held.heads) for each in views}) > 1:
-        raise InputError("the results are of models with different numbers of layers or KV heads; show those of one.")
+        raise InputError("the results are from models with different numbers of layers or KV heads; give those of one.")
     return Viewer(token_texts(tokenizer, (), prompts[0]), views, title)
 
 
@@ -243,7 +243,7 @@ def _prompt(result: Result, tokens: ArrayLike | Sequence[Sequence[int]] | None, 
     if isinstance(result, TextGeneration):
         tokens = result.prompts.tokens
     if tokens is None:
-        raise InputError("a Generation does not have its prompts: give tokens= as they were given to kvjax.generate.")
+        raise InputError("a Generation does not store its prompts; pass the same tokens= as to kvjax.generate.")
     check_no_text("tokens", tokens)
     given: Any = tokens
     try:
@@ -252,8 +252,8 @@ def _prompt(result: Result, tokens: ArrayLike | Sequence[Sequence[int]] | None, 
         rows = []
     if row >= len(rows) or rows[row].ndim != 1 or len(rows[row]) < length or rows[row].dtype.kind not in "iu":
         raise InputError(
-            f"row {row} had a prompt of {length} tokens, which tokens={shown(tokens)} does not have; give tokens= as "
-            "they were given to kvjax.generate."
+            f"row {row} had a prompt of {length} tokens, which does not match tokens={shown(tokens)}; pass the same "
+            "tokens= as to kvjax.generate."
         )
     return [int(token) for token in rows[row][:length]]
 

@@ -195,7 +195,7 @@ def read(
     layer = _one_group(layer)
     if heads is not None and len(heads) != layer.position.shape[1]:
         raise InputError(
-            f"heads={tuple(heads)} are {len(heads)}, and the layer has {layer.position.shape[1]} KV heads."
+            f"heads={tuple(heads)} has {len(heads)} entries, but the layer has {layer.position.shape[1]} KV heads."
         )
     storage = storage.bound(layer.position.shape[1]).of_layer(index).of_head(0 if heads is None else heads[0])
     if required(storage) and calibration is None and not layer.is_exact:

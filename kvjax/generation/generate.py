@@ -257,7 +257,7 @@ def seen_tokens(prefilled: Prefilled, sampler: Sampler) -> np.ndarray | None:
     if penalty_of(sampler) is None:
         return None
     if prefilled.tokens is None:
-        raise InputError("a repetition penalty counts the tokens of the prompts, which this Prefilled does not have.")
+        raise InputError("a repetition penalty needs the tokens of the prompts, which this Prefilled does not have.")
     rows, vocabulary = prefilled.logits.shape
     # [B, V + 1]: padding goes to the last entry
     seen = np.zeros((rows, vocabulary + 1), bool)
@@ -296,15 +296,15 @@ def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
     for capacity, slots in zip(capacities, distributed.to_host(held), strict=True):
         if int(slots.max()) + max_new_tokens - 1 > capacity:
             raise InputError(
-                f"{int(slots.max())} tokens are held and {max_new_tokens} are to follow, but the cache has {capacity} "
-                "slots; give `prefill` a larger max_new_tokens or larger limits."
+                f"{int(slots.max())} tokens are cached and {max_new_tokens} more are requested, but the cache has "
+                f"{capacity} slots; give `prefill` a larger max_new_tokens or larger limits."
             )
     # Blocks, tiers and segments have arrays for what follows a prompt, however long that was.
     following = [group.array_sizes.following for group in layout.groups if group.array_sizes is not None]
     fed = int(np.max(length - prompt)) if following else 0
     if following and fed + max_new_tokens - 1 > min(following):
         raise InputError(
-            f"{fed} tokens were decoded and {max_new_tokens} are to follow, but the cache is for {min(following)} "
+            f"{fed} tokens were decoded and {max_new_tokens} more are requested, but the cache is for {min(following)} "
             "after a prompt; give `prefill` a larger max_new_tokens or larger limits."
         )
 

@@ -32,7 +32,7 @@ class CacheKeywords(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """How the cache of a run is held, read and computed.
+    """Options of the cache of a run: how it is stored, read and computed.
 
     Functions take it as ``options=``, and each of its fields as a keyword argument of that name, which has precedence.
 

@@ -128,7 +128,7 @@ _store: contextvars.ContextVar[PromptStore | None] = contextvars.ContextVar("sto
 
 @contextlib.contextmanager
 def reuse_prompts(max_bytes: int) -> Iterator[PromptStore]:
-    """Within this context, calls on equal prompts under different caches compute the prompts once.
+    """Returns a context manager within which calls with equal prompts under different caches run the prompts once.
 
     `kvjax.log_likelihood`, `kvjax.generate` and `kvjax.score_choices` keep the queries, keys and values of a batch of
     prompts. A later call with the same model, batch and padding runs only the cache: attention, statistics, eviction

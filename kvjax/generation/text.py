@@ -84,7 +84,7 @@ def generate_text(
     defaults = model.generation
     if sampler is None and defaults.unsupported:
         named = ", ".join(defaults.unsupported)
-        warnings.warn(f"{FILE} sets {named}, which kvjax does not have: not applied.", stacklevel=2)
+        warnings.warn(f"{FILE} sets {named}, which kvjax does not support and ignores.", stacklevel=2)
     try:
         made = generate(
             model, prompts.tokens, policy, lengths=prompts.lengths,
@@ -113,7 +113,7 @@ def _items(texts: Text | Sequence[Text]) -> Sequence[Text]:
     if isinstance(texts, str):
         return [texts]
     if not isinstance(texts, Sequence) or not texts:
-        raise InputError(f"texts must be a text, a conversation or a sequence of these; got {texts!r}.")
+        raise InputError(f"texts must be a string, a conversation or a sequence of these; got {texts!r}.")
     return [texts] if isinstance(texts[0], Mapping) else texts  # type: ignore[return-value,list-item]
 
 
@@ -124,5 +124,5 @@ def _encoded(tokenizer: Tokenizer, item: Text, number: int, template: str | None
     else:
         ids = tokenizer.encode(tokenizer.apply_chat_template(item, template=template), bos=False)
     if not ids:
-        raise InputError(f"text {number} is empty, and this tokenizer begins no text with BOS; give it some words.")
+        raise InputError(f"text {number} is empty, and this tokenizer does not add BOS; give at least one token.")
     return ids

@@ -141,7 +141,7 @@ class KVJaxLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "KVJaxLM":
-        """Reads ``key=value,key=value``. lm_eval's reader would split a policy at its commas."""
+        """Parses ``key=value,key=value``; lm_eval's parser would split a policy at its commas."""
         return cls.create_from_arg_obj(options.parsed(arg_string), additional_config)
 
     @property

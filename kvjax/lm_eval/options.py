@@ -39,7 +39,7 @@ def spec(
       KvjaxError: a text that says nothing known, or a combination that cannot work.
     """
     if budget is not None and not isinstance(policy, str):
-        raise ConfigError("budget= is for a policy that is given as text; this one has its own.")
+        raise ConfigError("budget= is for a policy given by name; this policy has its own.")
     given = {} if budget is None else {"budget": as_budget(budget, least_slots)}
 
     def made(axis: parse.Axis, value: object, **given: Any) -> Any:

@@ -330,7 +330,7 @@ class Runner:
             return None
         tokenizer = self.model.tokenizer
         if tokenizer is None:
-            raise InputError("the model has no tokenizer, which texts that end a text need; give token ids as stop.")
+            raise InputError("the model has no tokenizer, which stop strings need; give token ids as stop.")
         return [ends(tokenizer, ended, prompt) for prompt in prompts]
 
     @staticmethod
@@ -371,7 +371,7 @@ class Runner:
         """The end of a context that is fed with its continuation, whose last token is not fed."""
         if not len(pair.context) or not 0 < len(pair.continuation) <= self.max_length:
             raise InputError(
-                f"a request has {len(pair.context)} tokens of context and {len(pair.continuation)} to score; both need "
-                f"one, and at most max_length={self.max_length} are scored."
+                f"a request has {len(pair.context)} tokens of context and {len(pair.continuation)} to score; give "
+                f"at least one of each, and at most max_length={self.max_length} to score."
             )
         return tuple(pair.context)[-(self.max_length + 1 - len(pair.continuation)) :]

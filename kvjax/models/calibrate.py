@@ -61,7 +61,7 @@ def calibrate(model: Model, tokens: ArrayLike, storage: Storage, *, lengths: Arr
 
 
 def calibrated(model: Model, storage: Storage, calibration: Calibration | None) -> Model:
-    """Returns the model with a calibration among its parameters, of which every function that takes a model has one.
+    """Returns the model with a calibration among its parameters, where every function that takes a model finds it.
 
     Args:
       model: from `kvjax.load`.

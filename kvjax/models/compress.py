@@ -23,7 +23,7 @@ Array = jax.Array
 
 
 def compress_kv_heads(model: Model, calibration: Calibration, heads: int) -> Model:
-    """Returns a model in which groups of KV heads are one head each, whose directions are folded into the projections.
+    """Returns a model in which each group of KV heads is compressed to one head, by changing the projections.
 
     Query heads keep their number. The model computes the same as far as the keys and values of a group lie in as many
     directions as a head has features.
@@ -54,7 +54,7 @@ def compress_kv_heads(model: Model, calibration: Calibration, heads: int) -> Mod
     if any(map(is_quantized, params["layer_0"]["attention"]["key"].values())):
         raise StorageError(
             "compress_kv_heads: the model's weights are codes, into which nothing can be folded; load exact weights, "
-            "and quantise the result with kvjax.quantize_weights."
+            "and quantize the result with kvjax.quantize_weights."
         )
     for index, sides in enumerate(calibration.layers):
         layer = dict(params[f"layer_{index}"])

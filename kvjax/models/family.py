@@ -219,7 +219,7 @@ def _check_sizes(name: str, fields: Fields) -> None:
     entries = layers * max(heads, experts)
     if entries > values.MAX_ENTRIES or max(heads * dim, mlp) > values.MAX_SIZE or largest > values.MAX_ELEMENTS:
         raise ConfigError(
-            f"config.json of {name} cannot be true: it describes {layers} layers, {experts} experts, a vocabulary of "
+            f"config.json of {name} is not plausible: it describes {layers} layers, {experts} experts, a vocabulary of "
             f"{vocabulary}, hidden size {hidden}, MLP size {mlp}, {heads} heads of {dim} and "
             f"{fields['max_positions']} positions."
         )

@@ -74,7 +74,7 @@ class Model:
         return next(iter(leaf.devices())).platform if placed else jax.default_backend()
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """Returns a context in which `mesh` and `rules` are in force; one that does nothing if there is no mesh."""
+        """Returns a context manager that applies `mesh` and `rules`; it does nothing if there is no mesh."""
         return sharding.on_mesh(self.mesh, self.rules)
 
     def rows_on_mesh(self, rows: int) -> int:

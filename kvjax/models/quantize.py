@@ -43,7 +43,7 @@ HEAD = ("head", "kernel")
 
 @dataclasses.dataclass(frozen=True)
 class WeightCodes:
-    """How weights are quantised.
+    """Describes how weights are quantized.
 
     Attributes:
       bits: of a weight, 2, 4 or 8.
@@ -122,7 +122,7 @@ def as_weight_codes(weights: WeightCodes | str | None) -> WeightCodes | None:
 
 
 def quantize_weights(model: Model, bits: int = 4, group: int | None = GROUP, *, head: bool = False) -> Model:
-    """Returns a model whose projections are held as integers; everything that takes a model takes it.
+    """Returns the model with its projections quantized to integers; it can be used like any other model.
 
     The leaves ``kernel`` of the parameters become `kvjax.products.QuantizedMatrix`, with scales in the dtype of the
     model. At most one matrix more than before is held at a time if the caller keeps no reference to the exact ones;
@@ -140,7 +140,7 @@ def quantize_weights(model: Model, bits: int = 4, group: int | None = GROUP, *, 
     weights = WeightCodes(bits, group, head)
     check(model.config, weights)
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
-        raise ConfigError("the weights of this model are quantised already; load exact ones.")
+        raise ConfigError("the weights of this model are already quantized; load exact ones.")
 
     def code(path: KeyPath, leaf: Array) -> PyTree:
         names = sharding.path_names(path)
@@ -155,8 +155,8 @@ def check(config: DecoderConfig, weights: WeightCodes | None) -> None:
     """Raises ConfigError if the output head is to be quantised and tied to the embedding."""
     if weights is not None and weights.head and config.tie_embeddings:
         raise ConfigError(
-            "the output head of this model is its embedding, in which tokens are looked up, and which is not "
-            "quantised; leave out head=True."
+            "the output head of this model is tied to its embedding, which is used to look up tokens and is not "
+            "quantized; leave out head=True."
         )
 
 

@@ -87,12 +87,12 @@ def _query_factors(params: Params, tokens: Array, lengths: Array, *, config: Dec
 
 
 def can_fold(config: DecoderConfig) -> bool:
-    """Whether nothing stands between the projections of queries and keys and their product."""
+    """Returns whether queries and keys are multiplied exactly as their projections compute them."""
     return not config.rotates and not config.qk_norm
 
 
 def skewed(model: Model, skew: ArrayLike, *, fold: bool | None = None) -> Model:
-    """Returns the model with skewed queries and keys, which computes the same.
+    """Returns an equivalent model with skewed queries and keys.
 
     Args:
       model: from `kvjax.load`.
@@ -121,7 +121,7 @@ def skewed(model: Model, skew: ArrayLike, *, fold: bool | None = None) -> Model:
             "out fold=True."
         )
     if fold and any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
-        raise InputError("skew cannot be folded into quantised weights; skew the model first, or give fold=False.")
+        raise InputError("skew cannot be folded into quantized weights; skew the model first, or give fold=False.")
     params = dict(model.params)
     for index, own in enumerate(jnp.asarray(matrices)):
         layer = dict(params[f"layer_{index}"])

@@ -69,7 +69,7 @@ class Statistic:
     def __post_init__(self) -> None:
         about = f"statistic {self.name!r}"
         if not isinstance(self.name, str) or not self.name:
-            raise PolicyError(f"{about}: its name must be a text that is not empty.")
+            raise PolicyError(f"{about}: its name must be a non-empty string.")
         choice_argument(f"{about}: transform", self.transform, get_args(Transform))
         choice_argument(f"{about}: accumulate", self.accumulate, get_args(Accumulate))
         number_argument(f"{about}: gamma", self.gamma, minimum=0, maximum=1)
@@ -83,10 +83,10 @@ class Statistic:
         if self.of_selection and self.accumulate == "decay":
             raise PolicyError(f"{about}: transform={self.transform!r} takes accumulate='sum', 'max' or 'replace'.")
         if self.saturate is not None and (self.transform, self.accumulate) != ("chosen", "sum"):
-            raise PolicyError(f"{about}: saturate={self.saturate} is only of transform='chosen' and accumulate='sum'.")
+            raise PolicyError(f"{about}: saturate={self.saturate} needs transform='chosen' and accumulate='sum'.")
         if self.tail is not None and (not self.needs_attention or self.accumulate not in ("sum", "max")):
             raise PolicyError(
-                f"{about}: tail={self.tail} is only of attention and with accumulate='sum' or 'max'; got "
+                f"{about}: tail={self.tail} needs a transform of attention and accumulate='sum' or 'max'; got "
                 f"transform={self.transform!r} and accumulate={self.accumulate!r}."
             )
 

@@ -101,8 +101,8 @@ def check_alone(tree: PyTree, what: str) -> None:
     """
     if shares(tree):
         raise ConfigError(
-            f"{what} is for a model that is in one process, and this one is spread over {count()}; start one process "
-            "by itself for it, without the flags that join others."
+            f"{what} needs a model in one process, and this one is divided over {count()} processes; run it in one "
+            "process, without the flags that join others."
         )
 
 
@@ -116,7 +116,7 @@ def check_single(what: str) -> None:
       ConfigError: if there are several processes.
     """
     if count() > 1:
-        raise ConfigError(f"{what} is a program of one process, and {count()} were joined; leave the flags out.")
+        raise ConfigError(f"{what} runs in one process, but {count()} were joined; omit the flags that join them.")
 
 
 def put(x: ArrayLike, place: Sharding | None) -> jax.Array:

@@ -13,7 +13,7 @@ from kvjax.parallel.rules import AXES, Rules, using
 
 
 def make_mesh(axes: str | Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes a mesh over the first devices that it needs.
+    """Makes a mesh of the first devices, as many as its axes need.
 
     Args:
       axes: the size of each axis, as ``"data:2,model:4"`` or ``{"data": 2, "model": 4}``. A missing axis has size 1.

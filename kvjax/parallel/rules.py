@@ -17,7 +17,7 @@ MeshAxes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Logical axis -> the mesh axes that it is divided over, the outermost first; () = it is replicated.
+    """Maps each logical axis to the mesh axes that it is divided over, the outermost first; () = it is replicated.
 
     A dimension is divided over those of its mesh axes whose sizes divide it. Each field takes a tuple of names, one
     name, ``"model+context"``, or None for ``()``.
@@ -56,7 +56,7 @@ class Rules:
             if both := [axis for axis in getattr(self, name) if axis in self.batch]:
                 raise ConfigError(
                     f"rules batch={both[0]} and {name}={both[0]}: a cache has both dimensions, which cannot be divided "
-                    f"over the same axis; leave {both[0]!r} out of one of them."
+                    f"over the same mesh axis; remove {both[0]!r} from one of them."
                 )
 
     @classmethod

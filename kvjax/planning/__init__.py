@@ -1,4 +1,4 @@
-"""Plans a run without running it: its memory, by compiling it ahead of time from shapes, and its maximum speed.
+"""Plans a run without running it: its memory, by ahead-of-time compilation from shapes, and its maximum speed.
 
 The program is the decode loop of `kvjax.generate`. It is compiled for this machine or for a TPU topology, which need
 not be present. No parameters and no cache are allocated.

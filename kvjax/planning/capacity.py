@@ -1,4 +1,4 @@
-"""The largest batch that fits on a mesh with a cache, prefill included, and what its tokens cost.
+"""Finds the largest batch that fits on a mesh with a cache, prefill included, and the cost of its tokens.
 
 See `kvjax.planning.memory_estimate` for how bytes are counted. Bytes beyond the weights are nearly in proportion to the
 rows, so that the search needs two batches, often one.

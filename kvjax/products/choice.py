@@ -141,7 +141,7 @@ def check(setting: str) -> None:
     if setting == "native":
         native.await_native()
     if setting == "native" and (reason := FORMS["native"].refuses(jax.ShapeDtypeStruct((1, 1), jnp.float32), False)):
-        raise ConfigError(f"the form native of products is not available: {reason}.")
+        raise ConfigError(f"the native form of products is not available: {reason}.")
 
 
 def setting() -> str:

@@ -121,7 +121,7 @@ def _started(library: Library) -> "Future[str | None]":
         return _known(None)
     if reason is not None:
         return _known(reason)
-    log.info("building %s: once on this machine, some seconds", library.source)
+    log.info("building %s, once per machine; this takes some seconds", library.source)
     # Python waits for the thread when the process ends, so that the next one finds the library.
     return ThreadPoolExecutor(1).submit(register, library, FLAGS)
 

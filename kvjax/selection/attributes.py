@@ -20,7 +20,7 @@ def check_selection(selection: Selection) -> None:
     about = "selection"
     name = _read(about, selection, "name")
     if not isinstance(name, str) or not name:
-        raise SelectionError(f"selection {selection!r}: name={name!r} must be a text that is not empty.")
+        raise SelectionError(f"selection {selection!r}: name={name!r} must be a non-empty string.")
     about = f"selection {name}"
     check_hashable(about, selection, error=SelectionError)
     count_argument(f"{about}: unit", _read(about, selection, "unit"), minimum=1, error=SelectionError)

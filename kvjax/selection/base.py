@@ -259,7 +259,7 @@ class Selection:
         return index
 
     def to_devices(self, index: Index, query: Array, view: SelectView) -> Array:
-        """Computes what devices tell each other before `write`, together with their numbers of empty slots.
+        """Computes the arrays that devices exchange before `write`, with their numbers of empty slots.
 
         Called only where slots are divided over devices, of a selection that has a `write`.
 
@@ -274,7 +274,7 @@ class Selection:
         return jnp.zeros((*view.position.shape[:2], 0), jnp.int32)
 
     def ends_scores(self, index: Index, query: Array, view: SelectView) -> Array | None:
-        """Computes scores of which `SelectView.ends` says the largest, and the sum of exponentials, of all candidates.
+        """Computes the scores whose maximum and sum of exponentials over all candidates are in `SelectView.ends`.
 
         Called only where slots are divided over devices, of a selection that has `ends`.
 
@@ -312,7 +312,7 @@ class Selection:
         return {name: empty[name] for name in self.per_slot}
 
     def choose(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
-        """Chooses slots, or lets an older choice stand.
+        """Chooses slots, or keeps an earlier choice.
 
         Args:
           index: the result of `write`.

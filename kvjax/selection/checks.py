@@ -16,7 +16,7 @@ def rotated_once(positions: str) -> str | None:
     if positions == "original":
         return None
     return (
-        f"it keeps numbers of rotated keys, and positions={positions!r} rotates keys again at every step; use "
+        f"its index depends on rotated keys, and positions={positions!r} rotates keys again at every step; use "
         "positions='original'."
     )
 
@@ -39,7 +39,7 @@ def aligned(policy: Policy) -> str | None:
 def merges(policy: Policy) -> str | None:
     """Returns why a selection cannot be combined with a policy that merges or has a ring; None if it has neither."""
     if name := with_ring(policy):
-        return f"the policy {name} is the released code of a system that reads everything; use h2o with variant='drop'."
+        return f"the policy {name} reproduces released code that reads every slot; use h2o with variant='drop'."
     name = merging(policy)
     return name and (
         f"the policy {name} merges evicted pairs into others, whose keys then differ from those that the selection "

@@ -98,7 +98,7 @@ def softmax(score: Array, mask: Array) -> Array:
 
 
 def best(worth: Array, candidate: Array, position: Array, count: Array | int) -> Array:
-    """Marks the `count` candidates of largest worth, of equal ones the newer; all if there are no more than `count`.
+    """Marks the `count` candidates of largest worth, the newer of equal ones; all if there are no more than `count`.
 
     Args:
       worth: [B, K, U] float32, not NaN.

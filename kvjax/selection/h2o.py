@@ -81,7 +81,7 @@ class Variant(Selection):
 
 @dataclasses.dataclass(frozen=True)
 class Allowed(Variant):
-    """``masked``, their evaluation code: a query sees the slots that the step before allowed.
+    """H2O's evaluation code, ``masked``: a query sees the slots that the previous step allowed.
 
     Each step allows the r newest positions of the next step, and of the positions older than the r newest of this step
     the h of largest mass. The mass of a position that is neither allowed nor one of the r newest becomes 0. A token
@@ -119,7 +119,7 @@ class Allowed(Variant):
 
 @dataclasses.dataclass(frozen=True)
 class Hindsight(Variant):
-    """``global``, their first release: one heavy set per KV head, of the largest mass over all queries of a text.
+    """H2O's first release, ``global``: one heavy set per KV head, of the largest mass over all queries of a text.
 
     A query sees the heavy set up to its own position, and its r newest positions. The heavy set is not causal: this is
     an upper reference. The released code's band is ``|i - j| <= R``, where R = r - 1.
@@ -140,7 +140,7 @@ class Hindsight(Variant):
 
 @dataclasses.dataclass(frozen=True)
 class Local(Variant):
-    """``local``, their lm-eval code: a heavy set for every query of a text, from the queries before it.
+    """H2O's lm-eval code, ``local``: a heavy set for every query of a text, from the queries before it.
 
     The first h queries see every token before them. Query t ≥ h sees its r newest positions and a heavy set: itself and
     the h - 1 tokens of largest A in the heavy set of the query before (of equal A, the newer). A is the sum of the

@@ -144,7 +144,7 @@ def quest(page: int = 16, budget: int | None = None, *, first_layer: int = 2) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LServe(Quest):
-    """`Quest` with bounds of sub-pages and choices that stand for some steps (LServe, arXiv:2502.14866)."""
+    """Ranks pages by bounds of their sub-pages, and keeps each choice for some steps (LServe, arXiv:2502.14866)."""
 
     name = "lserve"
 

@@ -24,7 +24,7 @@ def parse(text: str) -> ast.expr:
         message says why, as the end of a sentence.
     """
     if _FORMATTED.search(text):
-        raise ValueError("has a text with a letter before its quotation mark")
+        raise ValueError("contains a string with a prefix")
     try:
         body = ast.parse(text, mode="eval").body
     except RecursionError:
@@ -32,7 +32,7 @@ def parse(text: str) -> ast.expr:
     except MemoryError:  # of the parser's own stack
         raise ValueError("is nested too deeply or too large to be parsed") from None
     except (SyntaxError, ValueError):  # a NUL, half a pair of surrogates, a number of thousands of digits
-        raise ValueError("is no expression") from None
+        raise ValueError("is not an expression") from None
     # Not by recursion, and a node at a time.
     waiting: list[tuple[ast.AST, int]] = [(body, 1)]
     count = 0
@@ -46,9 +46,9 @@ def parse(text: str) -> ast.expr:
         if isinstance(node, ast.Constant):
             value = node.value
             if isinstance(value, int) and value.bit_length() > MAX_BITS:
-                raise ValueError(f"has a whole number of more than {MAX_BITS} bits")
+                raise ValueError(f"contains an integer of more than {MAX_BITS} bits")
             if not isinstance(value, int | float | str | None):
-                raise ValueError(f"has a constant of type {type(value).__name__}")
+                raise ValueError(f"contains a constant of type {type(value).__name__}")
         waiting.extend((each, depth + 1) for each in ast.iter_child_nodes(node))
     return body
 

@@ -105,7 +105,7 @@ def build(axis: Axis, text: str, **defaults: Any) -> Any:
         a factory that raises anything.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"a {axis} must be a text here; got {text!r}.")
+        raise ConfigError(f"a {axis} must be a string here; got {text!r}.")
     return _build(axis, text, _modules(text), **defaults)
 
 
@@ -211,7 +211,7 @@ def axis_of(text: str, among: Sequence[Axis]) -> Axis:
     known = {each for axis in among for each in REGISTRIES[axis].names}
     close = closest(name[0], known)
     hint = f"; did you mean {close!r}?" if close else f"; there are {', '.join(sorted(known))}."
-    raise ConfigError(f"{short(text)} is no {' and no '.join(among)}{hint}")
+    raise ConfigError(f"{short(text)} is not a {' or a '.join(among)}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +276,7 @@ class _Reader:
         given: dict[str, Any] = {}
         for keyword in call.keywords if call else ():
             if keyword.arg is None:
-                raise ConfigError(f"{self.axis} {short(self.text)}: ** has no meaning here.")
+                raise ConfigError(f"{self.axis} {short(self.text)}: ** is not supported here.")
             given[keyword.arg] = self.argument(keyword.value)
         if factory not in _COMBINING.values():
             taken = _parameters(factory)[len(positional) :]
@@ -305,7 +305,7 @@ class _Reader:
             return ast.literal_eval(node)
         except (ValueError, TypeError):
             raise ConfigError(
-                f"{self.axis} {short(self.text)}: {_source(node)} is no number, name or {self.axis}."
+                f"{self.axis} {short(self.text)}: {_source(node)} is not a number, a name or a {self.axis}."
             ) from None
 
     def factory(self, node: ast.expr) -> tuple[Any, ast.Call | None]:

@@ -92,7 +92,7 @@ def _load(path: str | Path) -> _Loaded:
             _loaded[str(path)] = _Loaded(stamps, _execute(path, files, stamps), _digests(files), late)
         else:
             if _loaded[str(path)].stamps != _stamps(sources(path)):
-                raise ConfigError(f"{path}, or a file that it imports, changes whenever it is loaded.")
+                raise ConfigError(f"{path}, or a file that it imports, changes each time it is loaded.")
         if _pinned is not None:
             _pinned.add(str(path))
         return _loaded[str(path)]
@@ -110,8 +110,8 @@ def _check_names(path: Path, files: Sequence[Path], late: frozenset[str]) -> Non
         for name in sorted((own.keys() & theirs.keys()) & (late | loaded.late)):
             if other != str(path) and own[name] != theirs[name]:
                 raise ConfigError(
-                    f"{path} and {other} import two modules {name}, one of them inside of a function: move that import "
-                    "to the beginning of its file, or give one another name."
+                    f"{path} and {other} import two modules named {name}, one inside a function: move that import "
+                    "to the beginning of its file, or rename one module."
                 )
 
 

@@ -28,7 +28,7 @@ factory = checked_call(StorageError)  # decorates the factories of storages
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How the slots of a cache hold keys and values.
+    """Describes how the slots of a cache hold keys and values.
 
     Attributes:
       key: the codec of keys, or of their blocks.
@@ -87,8 +87,8 @@ class Storage:
             )
         if self.on_host and (changed is not None or self.frame == UNROTATED):
             raise StorageError(
-                f"storage {self.name}: memory={self.memory!r} holds what is read as it is; keys that are rotated in "
-                "each step, and shorter vectors, are on the device: leave out memory."
+                f"storage {self.name}: memory={self.memory!r} needs vectors that are read as stored; keys that are "
+                "rotated in each step, and shorter vectors, must be on the device: leave out memory."
             )
         of_pairs = [codec for codec in (self.key, self.value) if isinstance(codec, Codec) and codec.of_pairs]
         if len(of_pairs) != (2 if layout.of_pairs else 0):

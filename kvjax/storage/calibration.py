@@ -105,7 +105,7 @@ class Calibration(flax.struct.PyTreeNode):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of all arrays with their names, and of all that a file says of them."""
+        """SHA-256 hash of all arrays, their names and their description in a file."""
         return _hash(_named(self.layers), self._about())
 
     def _about(self) -> dict[str, str]:
@@ -136,7 +136,7 @@ class Calibration(flax.struct.PyTreeNode):
             raise StorageError(f"calibration {path} cannot be written: {error}.") from None
 
     def check(self, storages: Sequence[Storage], kv_heads: int, dim: int, dtype: DTypeLike, rope: Rope | None) -> None:
-        """Checks that it is for a storage and a model.
+        """Checks that the calibration fits a storage and a model.
 
         Args:
           storages: of each layer, what needs it; layers whose storage needs none may be anything.
@@ -264,11 +264,11 @@ def load_calibration(path: str | Path) -> Calibration:
         )
         shapes = {name: list(x.shape) for name, x in tensors.items()}
         if shapes != json.loads(about["shapes"]):
-            raise StorageError(f"calibration {path}: its arrays have shapes {shapes}, and it says {about['shapes']}.")
+            raise StorageError(f"calibration {path}: its arrays have shapes {shapes}, its header {about['shapes']}.")
         said = about.pop("hash")
         if (own := _hash(tensors, about)) != said:
             raise StorageError(
-                f"calibration {path} is damaged or was changed: its arrays and its header have the hash {own}, and it "
+                f"calibration {path} is damaged or was changed: its arrays and its header have the hash {own}, but it "
                 f"says {said}; make it again with kvjax.calibrate."
             )
         if reason := _not_finite(tensors):
@@ -326,7 +326,7 @@ def _rope(text: str) -> Rope | None:
         return None
     call = ast.parse(text, mode="eval").body
     if not isinstance(call, ast.Call) or call.args or ast.unparse(call.func) != "Rope":
-        raise ValueError(f"{text!r} is no rotary embedding")
+        raise ValueError(f"{text!r} is not a rotary embedding")
     return Rope(**{str(each.arg): ast.literal_eval(each.value) for each in call.keywords})
 
 

@@ -158,7 +158,7 @@ def entry_of(name: str, entries: Sequence[T], index: int, count: int | None, nou
     """
     if count not in (None, len(entries)) or index >= len(entries):
         raise StorageError(
-            f"storage {name}: {tuple(entries)} are of {len(entries)} {noun}, and the model has {count or 'more'}; "
+            f"storage {name}: {tuple(entries)} is for {len(entries)} {noun}, but the model has {count or 'more'}; "
             f"give one for all {noun}, or one for each."
         )
     return entries[index]

@@ -113,7 +113,7 @@ class Chain(Codec):
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         short = self.dims.dim(dim)
         if not 1 <= short <= dim:
-            raise StorageError(f"{self.dims!r}: it would hold {short} of {dim} features; hold 1 to {dim}.")
+            raise StorageError(f"{self.dims!r}: it would keep {short} of {dim} features; it must keep 1 to {dim}.")
         if isinstance(self.codec, Exact):
             # Exact slots are those that hold a vector itself.
             return {LATENT: ((short,), jnp.dtype(dtype))}

@@ -20,10 +20,11 @@ ITERATIONS = 500  # of k-means, at most; a few dozen are the rule
 
 
 def kmeans_levels(entries: np.ndarray, bits: int, weights: np.ndarray | None = None) -> np.ndarray:
-    """Returns the 2^bits ascending levels nearest to which numbers lie, [2^bits] float64.
+    """Fits 2^bits ascending levels to numbers by k-means, [2^bits] float64.
 
-    A local minimum of the weighted sum of squared distances: the better one of those that Lloyd's iteration reaches
-    from equally heavy parts of the numbers and from equally wide ones. A level that is nearest to no number stays.
+    They are a local minimum of the weighted sum of squared distances: the better one of those that Lloyd's iteration
+    reaches from equally heavy parts of the numbers and from equally wide ones. A level that is nearest to no number
+    stays.
 
     Args:
       entries: [n], at least one.

@@ -25,7 +25,7 @@ LARGEST = float(jnp.finfo(FLOAT8).max)  # 448
 
 @dataclasses.dataclass(frozen=True)
 class Fp8(Codec):
-    """One e4m3fn number per channel, held as uint8, times a scale.
+    """Holds one e4m3fn number per channel, as uint8, and a scale.
 
     Subnormal numbers are kept; numbers beyond ±448 after division by the scale saturate.
 
@@ -86,10 +86,10 @@ class Fp8Layers(Codec):
         return Fp8(1.0).parts(dim, dtype)
 
     def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
-        raise StorageError(f"storage fp8: scales {self.scales} are of different layers; see Storage.of_layer.")
+        raise StorageError(f"storage fp8: scales {self.scales} are per layer; select a layer with Storage.of_layer.")
 
     def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
-        raise StorageError(f"storage fp8: scales {self.scales} are of different layers; see Storage.of_layer.")
+        raise StorageError(f"storage fp8: scales {self.scales} are per layer; select a layer with Storage.of_layer.")
 
 
 def _checked(scale: object) -> float:

@@ -175,7 +175,7 @@ def _number(rank: Rank | None, dim: int) -> int:
       StorageError: ranks of several layers.
     """
     if isinstance(rank, tuple):
-        raise StorageError(f"storage joint: ranks {rank} are of different layers; see Storage.of_layer.")
+        raise StorageError(f"storage joint: ranks {rank} are per layer; select a layer with Storage.of_layer.")
     return dim if rank is None else rank
 
 
@@ -293,7 +293,7 @@ def cskv(
 
 @factory
 def kv_heads(heads: int, rank: Rank | None = None, residual: int = 0) -> Storage:
-    """Holds one latent of several KV heads, of as many numbers as one head has (arXiv:2406.07056).
+    """Holds one latent vector for several KV heads, of the size of one head (arXiv:2406.07056).
 
     For models with RoPE, whose keys are expanded and rotated in each step; `kvjax.compress_kv_heads` folds it into the
     projections of others. The directions come from a calibration (`kvjax.calibrate`).

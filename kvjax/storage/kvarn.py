@@ -59,11 +59,11 @@ class VarianceNormalized(BlockCodec):
 
     def check(self, size: int) -> None:
         if size < 2:
-            raise StorageError(f"storage kvarn: blocks of {size} token have no deviation; use at least 2.")
+            raise StorageError(f"storage kvarn: blocks of {size} token have no standard deviation; use at least 2.")
 
     def parts(self, tokens: int, dim: int, dtype: DTypeLike) -> Shapes:
         if dim < 2:
-            raise StorageError(f"storage kvarn: a token of {dim} channel has no deviation; heads have at least 2.")
+            raise StorageError(f"storage kvarn: {dim} channel has no standard deviation; heads need at least 2.")
         lines, length = (dim, tokens) if self.by_channel else (tokens, dim)
         return {
             "codes": ((tokens, packed_size(dim, self.bits)), jnp.dtype(jnp.uint8)),
@@ -150,7 +150,7 @@ def _imbalance(x: Array) -> Array:
 
 @factory
 def kvarn(key_bits: int = 4, value_bits: int = 2, block: int = BLOCK, iterations: int = ITERATIONS) -> Storage:
-    """Holds blocks as integers, keys per channel and values per token, of scaled tokens and channels (KVarN).
+    """Holds blocks as integers, keys per channel and values per token, after scaling both dimensions (KVarN).
 
     Channels are rotated first (`Hadamard`), and a token's scale is then held beside those of channels, or
     a channel's beside those of tokens. The newest tokens stay exact until they fill a block.

@@ -216,7 +216,7 @@ class Segments(Layout):
             in_blocks = isinstance(each, type(storage)) and isinstance(each.key, BlockCodec)
             if not (in_blocks and isinstance(each.value, Codec)):
                 raise StorageError(
-                    f"storage {storage.name}: a tier of segments holds keys in blocks and values by themselves; got "
+                    f"storage {storage.name}: a tier of segments stores keys in blocks and values individually; got "
                     f"{each!r}."
                 )
         if any(each.residual or each.frame != ANY or each.shortened for each in tiers):
@@ -259,7 +259,7 @@ class Pairs(Layout):
         if storage.residual or storage.frame != ANY:
             raise StorageError(
                 f"storage {storage.name}: residual={storage.residual} and frame={storage.frame!r} are not valid with "
-                "pairs of layers, in which all that follows a prompt stays exact; leave them out."
+                "pairs of layers, in which all tokens after the prompt stay exact; leave them out."
             )
 
     def half(self, layer: int, layers: int) -> str | None:

@@ -64,7 +64,7 @@ def _number(rank: Rank) -> int:
     if isinstance(rank, int):
         return rank
     raise StorageError(
-        f"storage low_rank: ranks {rank} are of different layers or heads; see Storage.of_layer and Storage.of_head."
+        f"storage low_rank: ranks {rank} are per layer or head; select one with Storage.of_layer and Storage.of_head."
     )
 
 

@@ -21,7 +21,7 @@ MAX_CHANNELS = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Balance(Side):
-    """Factors of keys, so that channels in which queries are large take more of a code's range.
+    """Scales the channels of keys, so that channels with large queries use more of a code's range.
 
     b_c = sqrt(max |q_c| / max |k_c|) over the prompt's tokens and the query heads of the group, 1 where either is 0
     (MiKV, arXiv:2402.18096, section 3.3).

@@ -19,7 +19,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Permuted(Wrapping):
-    """Codes the channels of a vector in a given order; they are decoded in their own.
+    """Codes the channels of a vector in a given order; decoding restores the original order.
 
     Attributes:
       codec: of the reordered vector.

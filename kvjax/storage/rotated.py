@@ -22,7 +22,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Rotated(Wrapping):
-    """Codes M x, M a Hadamard rotation; vectors are decoded in their own basis.
+    """Codes M x for a Hadamard rotation M; decoding restores the original basis.
 
     Keys are rotated after RoPE, where they are held after RoPE. Products with codes rotate queries instead of keys, and
     the sum of values once.
@@ -39,14 +39,14 @@ class Rotated(Wrapping):
         check_codec("rotated", self.codec)
         if isinstance(self.codec, Exact):
             raise StorageError(
-                f"rotated: codec={self.codec!r} holds vectors in the model's dtype, in any basis alike; give one of "
-                "few bits, such as kvjax.storage.Integer(4)."
+                f"rotated: codec={self.codec!r} stores vectors exactly, so that a rotation changes nothing; give one "
+                "with few bits, such as kvjax.storage.Integer(4)."
             )
         if (inner := _turning(self.codec)) is not None:
-            raise StorageError(f"rotated: codec={inner!r} turns vectors itself; leave out rotated.")
+            raise StorageError(f"rotated: codec={inner!r} already rotates vectors; leave out rotated.")
         if self.codec.side is not None:
             raise StorageError(
-                f"rotated: codec={self.codec!r} has numbers for each channel, which a rotation mixes; give a codec "
+                f"rotated: codec={self.codec!r} has parameters for each channel, which a rotation mixes; give a codec "
                 "without a side, such as kvjax.storage.Integer(4)."
             )
         if self.seed is not None:
@@ -61,8 +61,8 @@ class Rotated(Wrapping):
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         if block_size(dim) == 1:
             raise StorageError(
-                f"rotated: blocks of channels are the largest power of two that divides the head size, and that of "
-                f"{dim} is 1: there is nothing to rotate; leave out rotated."
+                "rotated: blocks of channels are the largest power of two that divides the head size, which for "
+                f"{dim} is 1, so that a rotation changes nothing; leave out rotated."
             )
         return self.codec.parts(dim, dtype)
 
@@ -110,8 +110,8 @@ def rotated(codec: Wrapped, seed: int | None = None) -> Wrapped:
         return wrap("rotated", codec, lambda each: Rotated(each, seed))
     if codec.exact:
         raise StorageError(
-            f"rotated: storage {codec.name} holds keys and values in the model's dtype, in any basis alike; give one "
-            "of few bits, such as kvjax.storage.int4()."
+            f"rotated: storage {codec.name} stores keys and values exactly, so that a rotation changes nothing; give "
+            "one with few bits, such as kvjax.storage.int4()."
         )
     made = wrap("rotated", codec, lambda each: each if isinstance(each, Exact) else Rotated(each, seed))
     layout = made.layout

@@ -92,7 +92,7 @@ class Sparse(Wrapping):
     def __post_init__(self) -> None:
         check_codec("sparse", self.codec)
         if isinstance(self.codec, Sparse):
-            raise StorageError(f"sparse: codec={self.codec!r} has outliers already; give more of them instead.")
+            raise StorageError(f"sparse: codec={self.codec!r} already has outliers; increase their number instead.")
         if isinstance(self.outliers, float | np.floating):
             share = number_argument("sparse: outliers", self.outliers, minimum=0, maximum=1, error=StorageError)
             if share in (0, 1):

@@ -68,7 +68,7 @@ class QueryDrivenChannels(Side):
 
 @dataclasses.dataclass(frozen=True)
 class ThinK(Dims):
-    """Keeps some channels of keys, the same of every token of a row and KV head; for keys only.
+    """Keeps some channels of keys, the same ones for every token of a row and KV head; for keys only.
 
     Attributes:
       ratio: the share of the channels that are dropped, in [0, 1); rounded down to whole channels.

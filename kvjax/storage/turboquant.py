@@ -104,7 +104,7 @@ def _matrix(dim: int, seed: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class TurboQuant(Codec):
-    """Holds the length of a vector and, of each coordinate after `turn`, the nearest level of a normal number.
+    """Holds the length of a vector and, for each coordinate after `turn`, the nearest level for normal numbers.
 
     scale = ‖x‖, y = √D·(M x) / scale, scale taken as 1 where it is 0; a vector of zeros decodes to zeros. A decoded
     vector is not stretched to the length of the original.

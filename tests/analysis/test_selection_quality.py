@@ -312,14 +312,14 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(InputError, match="leaves no query to measure: the longest row has 36 tokens"):
         analysis.selected(model, TOKENS, guesses, prompt_length=36)
     with pytest.raises(
-        InputError, match=r"changes only what kvjax.selection.infinigen chooses; got a spec with Optimal"
+        InputError, match=r"affects only the selection kvjax.selection.infinigen; got a spec with Optimal"
     ):
         analysis.skew_effect(
             model, TOKENS, kvjax.CacheSpec(policies.full(), selection=SPECS["optimal"]), ratios=[0.5], **arguments
         )
-    with pytest.raises(InputError, match=r"ratios must be a list of at least one .*; got \[\]"):
+    with pytest.raises(InputError, match=r"ratios must be a non-empty list of .*; got \[\]"):
         analysis.skew_effect(model, TOKENS, guesses, ratios=[], **arguments)
     with pytest.raises(SelectionError, match="ratio must be"):
         analysis.skew_effect(model, TOKENS, guesses, ratios=[0.5, 1.5], **arguments)
-    with pytest.raises(InputError, match="the model is skewed already"):
+    with pytest.raises(InputError, match="the model is already skewed"):
         analysis.skew_effect(skew.skewed(model, matrices("gqa")), TOKENS, guesses, ratios=[0.5], **arguments)

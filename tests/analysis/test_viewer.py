@@ -173,14 +173,14 @@ def test_the_texts_of_tokens_are_the_text():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"tokens": None}, "does not have its prompts"),
+        ({"tokens": None}, "does not store its prompts"),
         ({"tokens": TOKENS[:, :-1]}, f"row 0 had a prompt of {PROMPT} tokens"),
         ({"tokens": TOKENS[0].tolist(), "row": 1}, "row 1 had a prompt"),
         ({"tokens": ["a text"]}, "token ids, but are text"),
         ({"row": 2}, "row must be a whole number from 0 to 1"),
         ({"row": True}, "row must be"),
-        ({"layers": []}, "layers must be a sequence"),
-        ({"layers": 1}, "layers must be a sequence"),
+        ({"layers": []}, "layers must be a non-empty sequence"),
+        ({"layers": 1}, "layers must be a non-empty sequence"),
         ({"layers": [0.5]}, "layer must be a whole number from 0 to 1"),
         ({"tokenizer": "kvjax-tiny"}, "tokenizer must be model.tokenizer of kvjax, or a function"),
         ({"tokenizer": type("Other", (), {"__call__": None, "decode": None})()}, "tokenizer must be model.tokenizer"),
@@ -199,7 +199,7 @@ def test_arguments_are_checked(results, options, match):
 def test_results_of_other_prompts_are_refused(results):
     batch = EncodedBatch(TOKENS, np.full(2, PROMPT, np.int32))
     other = TextGeneration(["", ""], results[1], batch._replace(tokens=TOKENS[::-1]))
-    with pytest.raises(InputError, match="of different prompts"):
+    with pytest.raises(InputError, match="for different prompts"):
         analysis.show([TextGeneration(["", ""], results[0], batch), other])
 
 

@@ -204,7 +204,7 @@ UNMADE = {
     "no score": (lambda: Importance(needs={"mass"}), "score=None must be a function"),
     "no method": (lambda: evict(importance=Unfinished(), budget=6), "score=None must be a function of Unfinished"),
     "an array": (
-        lambda: evict(importance=Weighted(np.ones(3)), budget=6), r"Weighted cannot be hashed \(TypeError: .*ndarray"
+        lambda: evict(importance=Weighted(np.ones(3)), budget=6), r"Weighted is not hashable \(TypeError: .*ndarray"
     ),
     "a scope's text": (lambda: scoped(count=lambda budget: "6"), "scope.count raised TypeError: .*; expected a whole"),
     "a scope's fraction": (lambda: scoped(count=lambda budget: 1.5), "scope.count raised TypeError: .*float"),
@@ -213,11 +213,11 @@ UNMADE = {
     "no decode": (lambda: Storage(key=Shifted(), value=Shifted()), "decode=None must be a function of Shifted"),
     "no decoding": (lambda: held(decode=None), "decode=None must be a function"),
     "a codec's list": (
-        lambda: Storage(key=type("Own", (Shifted,), {"decode": len})([1]), value=Shifted()), "Own cannot be hashed"
+        lambda: Storage(key=type("Own", (Shifted,), {"decode": len})([1]), value=Shifted()), "Own is not hashable"
     ),
-    "a selection's list": (lambda: looking([1]), "selection mine: Look cannot be hashed"),
+    "a selection's list": (lambda: looking([1]), "selection mine: Look is not hashable"),
     "a selection's unit": (lambda: selected(unit=0), "unit must be a whole number of at least 1; got 0"),
-    "a selection's name": (lambda: selected(name=None), "name=None must be a text"),
+    "a selection's name": (lambda: selected(name=None), "name=None must be a non-empty string"),
     "a selection's needs": (lambda: selected(needs=frozenset({"mass"})), r"needs=.*mass.* not a frozenset of stat"),
 }  # fmt: skip
 WIDTHS = {"text": "8", "negative": -1, "fraction": 1.5}

@@ -97,7 +97,7 @@ def test_what_cannot_be_asked():
     # What a compressor leaves of a prompt may be short, but nothing is evicted afterwards.
     limits = Limits(prompt=CONTEXTS.shape[1], new_tokens=4, shortest=int(LENGTHS.min()))
     made = prefill(model, CONTEXTS, policies.snapkv(8, window=4), max_new_tokens=4, lengths=LENGTHS, limits=limits)
-    with pytest.raises(InputError, match="8 tokens are held and 5 are to follow, but the cache has 11 slots"):
+    with pytest.raises(InputError, match="8 tokens are cached and 5 more are requested, but the cache has 11 slots"):
         decode(model, made, max_new_tokens=5)
     later = decode(model, made, max_new_tokens=4).state
     assert (live_slots(later.layers[0][0]) == 11).all()

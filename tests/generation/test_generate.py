@@ -335,6 +335,6 @@ def test_texts_within_the_limits_share_a_scoring_program():
 def test_more_tokens_than_there_is_room_for_are_refused():
     limits = Limits(24, 8)
     begun = prefill(tiny(layers=1).model, PROMPTS, policies.full(), max_new_tokens=8, lengths=LENGTHS, limits=limits)
-    with pytest.raises(InputError, match="24 tokens are held and 9 are to follow, but the cache has 31 slots"):
+    with pytest.raises(InputError, match="24 tokens are cached and 9 more are requested, but the cache has 31 slots"):
         loop.decode(tiny(layers=1).model, begun, max_new_tokens=9)
     assert loop.decode(tiny(layers=1).model, begun, max_new_tokens=8).tokens.shape == (3, 8)

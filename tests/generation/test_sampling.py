@@ -133,7 +133,7 @@ def test_a_repetition_penalty():
     assert [np.flatnonzero(row).tolist() for row in seen] == [[1, 3], [2, 8]]
     got = np.asarray(penalised(jnp.asarray(logits), jnp.asarray(seen), 1.7))
     assert seen_tokens(prefilled, Greedy()) is None
-    with pytest.raises(InputError, match="counts the tokens of the prompts"):
+    with pytest.raises(InputError, match="needs the tokens of the prompts"):
         seen_tokens(prefilled._replace(tokens=None), Sample(repetition_penalty=0.5))
     for row, ids in enumerate(tokens):
         expected = logits[row].astype(np.float64)

@@ -53,7 +53,7 @@ def test_a_continuation_that_is_too_long():
     made = prefill(
         tiny().model, TOKENS[:, :PROMPT], policies.full(), max_new_tokens=3, limits=kvjax.Limits(PROMPT, 3)
     )  # fmt: skip
-    with pytest.raises(InputError, match="20 tokens are held and 7 are to follow, but the cache has 22 slots"):
+    with pytest.raises(InputError, match="20 tokens are cached and 7 more are requested, but the cache has 22 slots"):
         score_continuation(tiny().model, made, TOKENS[:, PROMPT:])
     with pytest.raises(InputError, match="tokens has 2 rows, but 3 prompts were prefilled"):
         score_continuation(tiny().model, made, TOKENS[:2, PROMPT:])

@@ -74,7 +74,7 @@ def test_what_is_given_wins_over_the_file_and_the_file_over_the_config(model, mo
     assert of(config)[2] == (7,)
     given = {"max_new_tokens": 3, "sampler": Greedy(2.0), "stop": [8]}
     assert of(said, **given) == (3, Greedy(2.0), (8,))
-    with pytest.warns(UserWarning, match="sets num_beams, which kvjax does not have"):
+    with pytest.warns(UserWarning, match="sets num_beams, which kvjax does not support"):
         of(with_defaults(model, num_beams=4))
 
 
@@ -99,8 +99,8 @@ def test_conversations(model):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        ([], "texts must be a text, a conversation or a sequence of these"),
-        (3, "texts must be a text, a conversation"),
+        ([], "texts must be a string, a conversation or a sequence of these"),
+        (3, "texts must be a string, a conversation"),
         (["w5", 3], "a conversation must be messages of the form"),
         ([[{"role": "user"}]], "a conversation must be messages of the form"),
     ],

@@ -75,7 +75,7 @@ def test_a_skew_is_not_folded_into_codes():
     config = dataclasses.replace(tiny().model.config, rope=None, learned_positions=True)
     model = kvjax.quantize_weights(kvjax.Model(config, tiny().model.params), 8, group=16)
     matrices = np.broadcast_to(np.eye(config.head_dim), (2, config.num_kv_heads, config.head_dim, config.head_dim))
-    with pytest.raises(InputError, match="cannot be folded into quantised weights"):
+    with pytest.raises(InputError, match="cannot be folded into quantized weights"):
         skew.skewed(model, matrices)
     assert "skew" in skew.skewed(model, matrices, fold=False).params["layer_0"]["attention"]
 

@@ -180,7 +180,7 @@ def test_no_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert load() == "there is no C++ compiler: none of c++, g++, clang++ is on the PATH, and $CXX is not set"
     monkeypatch.setattr(native, "load", lambda *target: load())
-    with pytest.raises(ConfigError, match=r"the form native of products is not available: there is no C\+\+ compiler"):
+    with pytest.raises(ConfigError, match=r"the native form of products is not available: there is no C\+\+ compiler"):
         products.use("native")
 
 

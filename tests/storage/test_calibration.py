@@ -185,12 +185,12 @@ def test_ranks_of_their_own_for_each_layer():
         (storage.low_rank((8, 3, 3), 8), "layers"), (storage.low_rank((8,), 8), "layers"),
         (storage.low_rank((8, (3, 2, 1)), (8, 5)), "KV heads"),
     ):  # fmt: skip
-        with pytest.raises(StorageError, match=rf"{of}, and the model has \w+; give one for all {of}"):
+        with pytest.raises(StorageError, match=rf"{of}, but the model has \w+; give one for all {of}"):
             kvjax.generate(own, tokens, policies.full(), max_new_tokens=6, storage=wrong, calibration=made)
-    with pytest.raises(StorageError, match="are of 3 KV heads, and the model has 2"):
+    with pytest.raises(StorageError, match="is for 3 KV heads, but the model has 2"):
         kvjax.calibrate(own, tokens, storage.low_rank(8, (8, (3, 2, 1))))
     for part in (held, held.of_layer(1)):
-        with pytest.raises(StorageError, match=r"see Storage\.of_layer and Storage\.of_head"):
+        with pytest.raises(StorageError, match=r"with Storage\.of_layer and Storage\.of_head"):
             part.bytes_per_slot(dim, "float32")
 
 
@@ -244,7 +244,7 @@ def test_files(tmp_path):
             lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"] + 1}),
             "is damaged or was changed: its arrays and its header have the hash",
         ),
-        (lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"][:1]}), "have shapes .*, and it says"),
+        (lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"][:1]}), "have shapes .*, its header"),
         (lambda: altered({}, rope="open('x')"), "is not a file of kvjax.calibrate"),
         (lambda: altered({}, rope=repr(Rope(dim=DIM, theta=501.0))), "is damaged or was changed"),
         (lambda: altered({}, rope="None"), "is damaged or was changed"),
@@ -253,7 +253,7 @@ def test_files(tmp_path):
         (lambda: altered({}, note="of another"), "is damaged or was changed"),
         (lambda: altered({}, format="kvjax calibration 1"), "its format is 'kvjax calibration 1', .* make it again"),
         (lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"].astype(np.float16)}), "is damaged"),
-        (lambda: save_file(dict(list(tensors.items())[1:]), path, metadata=about), "have shapes .*, and it says"),
+        (lambda: save_file(dict(list(tensors.items())[1:]), path, metadata=about), "have shapes .*, its header"),
         (
             lambda: altered({"layer_2.key.basis": tensors["layer_0.key.basis"]}),
             r"not a file of .*: layer_\d is missing",
@@ -338,7 +338,7 @@ def test_of_another_kind_with_the_same_shapes(tmp_path):
     with pytest.raises(StorageError, match="is a folder"):
         kvjax.load_calibration(tmp_path)
     for wide in (storage.low_rank(DIM + 1, 4), storage.cskv(3 * DIM)):
-        with pytest.raises(StorageError, match=r"hold 1 to \d|exceeds the \d+ features"):
+        with pytest.raises(StorageError, match=r"must keep 1 to \d|exceeds the \d+ features"):
             kvjax.calibrate(own, tokens, wide)
 
 
@@ -351,7 +351,7 @@ def test_of_another_kind_with_the_same_shapes(tmp_path):
         (lambda: storage.low_rank(4, 4, basis="values"), "use 'keys' or 'weights'"),
         (lambda: storage.low_rank(4, 4, basis="weights"), "use center=False"),
         (lambda: storage.low_rank(4, 4, key_codec=3), "codec=3 must be a codec of one vector"),
-        (lambda: storage.low_rank(9, 4).bytes_per_slot(DIM, "float32"), "would hold 9 of 8 features; hold 1 to 8"),
+        (lambda: storage.low_rank(9, 4).bytes_per_slot(DIM, "float32"), "would keep 9 of 8 features; it must"),
         (
             lambda: storage.replay(
                 LOW,

@@ -213,8 +213,8 @@ def refused(held, policy=None, **options) -> None:
         (lambda: storage.cskv(0), "rank must be a whole number of at least 1; got 0"),
         (lambda: storage.cskv(4, 0), "storage cskv: window must be a whole number of at least 1; got 0"),
         (lambda: storage.cskv((4, 0)), "rank must be a whole number of at least 1; got 0"),
-        (lambda: storage.cskv((4, 3)).of_layer(0, 3), "are of 2 layers, and the model has 3; give one for all"),
-        (lambda: storage.kv_heads(2, (4, 3)).bytes_per_slot(8, "float32"), r"see Storage\.of_layer"),
+        (lambda: storage.cskv((4, 3)).of_layer(0, 3), "is for 2 layers, but the model has 3; give one for all"),
+        (lambda: storage.kv_heads(2, (4, 3)).bytes_per_slot(8, "float32"), r"with Storage\.of_layer"),
         (lambda: storage.cskv(4, key_codec=Joint(3)), "must be a codec without a side, of latents"),
         (lambda: storage.sparse(storage.kv_heads(2), 1), "sparse: codec=.*several KV heads together"),
         (lambda: storage.permuted(Joint(3, 2), (1, 0)), "permuted: codec=.*several KV heads together"),
@@ -253,10 +253,10 @@ def dense_layer():
 @pytest.mark.parametrize(
     ("policy", "match"),
     [
-        (policies.h2o(6), "under the policy h2o each head holds its own; use full"),
-        (policies.snapkv(6, window=2), "under the policy snapkv each head holds its own"),
+        (policies.h2o(6), "under the policy h2o each head keeps its own; use full"),
+        (policies.snapkv(6, window=2), "under the policy snapkv each head keeps its own"),
         (policies.window(6, merge=policies.d2o()), "leave out merge"),
-        (policies.split_heads(((True, False),), policies.window(6), policies.full()), "treats heads apart"),
+        (policies.split_heads(((True, False),), policies.window(6), policies.full()), "treats heads differently"),
     ],
 )
 def test_heads_must_hold_the_same_positions(policy, match):

@@ -176,8 +176,8 @@ def test_gradients_pass_straight_through():
 @pytest.mark.parametrize(
     ("build", "match"),
     [
-        (lambda: VarianceNormalized(4, True).check(1), "blocks of 1 token have no deviation; use at least 2"),
-        (lambda: VarianceNormalized(4, True).parts(8, 1, "float32"), "1 channel has no deviation"),
+        (lambda: VarianceNormalized(4, True).check(1), "blocks of 1 token have no standard deviation; use at least 2"),
+        (lambda: VarianceNormalized(4, True).parts(8, 1, "float32"), "1 channel has no standard deviation"),
         (lambda: lowered(HELD, policies.h2o(0.5), LENGTHS, STEPS), "storage kvarn_k3v2 with policy h2o: it evicts"),
     ],
 )

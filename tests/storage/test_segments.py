@@ -200,7 +200,7 @@ def test_more_tokens_than_there_is_room_for_are_refused(held):
     layout = lowered(held, policy, LENGTHS, 5).layout
     state = types.SimpleNamespace(length=LENGTHS + np.array([0, 2, 0]), prompt=LENGTHS)
     generate.check_room(Prefilled(None, state, layout), 4)
-    with pytest.raises(InputError, match="2 tokens were decoded and 5 are to follow, but the cache is for 5"):
+    with pytest.raises(InputError, match="2 tokens were decoded and 5 more are requested, but the cache is for 5"):
         generate.check_room(Prefilled(None, state, layout), 5)
 
 
@@ -215,7 +215,7 @@ def test_more_tokens_than_there_is_room_for_are_refused(held):
         (lambda: lowered(HELD, policies.h2o(0.5), LENGTHS, STEPS), "storage zipcache4.2 with policy h2o: it evicts"),
         (
             lambda: storage.Storage(key=storage.Integer(2), value=storage.Integer(2), layout=HELD.layout),
-            "a tier of segments holds keys in blocks and values by themselves",
+            "a tier of segments stores keys in blocks and values individually",
         ),
     ],
 )

@@ -39,31 +39,31 @@ class PairArrangement(Arrangement):
 
     def refuses(self, spec: "CacheSpec", branch: "Branch", sizes: "Sizes", layers: int) -> str | None:
         if branch.heads is not None:
-            return "two layers are held together, and the policy treats heads of a layer apart; use one policy for all."
+            return "two layers are stored together, but the policy treats heads differently; use one policy for all."
         if merges(branch):
-            return "a merge changes tokens of one layer, and two are held together; leave out merge."
+            return "a merge changes tokens of one layer, but two layers are stored together; leave out merge."
         if branch.decode.budget is not None:
             return (
-                "it evicts tokens of one layer while decoding, and two are held together; use full, a prompt "
+                "it evicts tokens of one layer while decoding, but two layers are stored together; use full, a prompt "
                 "compressor that ranks by position, or a storage of single layers such as int4."
             )
         if named_policy := ranking_by_more_than_position(branch.prompt):
             return (
-                f"two layers are held together, so that both hold the same positions, and under the policy "
-                f"{named_policy} each holds its own; use full, or a prompt compressor that ranks by position."
+                f"two layers are stored together and must keep the same positions, but under the policy {named_policy} "
+                "each keeps its own; use full, or a prompt compressor that ranks by position."
             )
         if (lower := _pair_of_other_budgets(spec.storage, branch, sizes, layers)) is not None:
             return (
-                f"layers {lower} and {lower + 1} are held together, so that both hold the same positions, and their "
+                f"layers {lower} and {lower + 1} are stored together and must keep the same positions, but their "
                 "budgets differ; use the same budget for both."
             )
         if reads_some(branch.selection):
             return (
-                f"selection={branch.selection!r} reads single slots, and those of two layers are decoded as a whole; "
-                "leave it out, or use a storage of slots such as int4."
+                f"selection={branch.selection!r} reads single slots, but two layers are decoded as a whole; leave it "
+                "out, or use a storage of slots such as int4."
             )
         if sizes.block is not None:
-            return "two layers are merged when a whole prompt has ended; leave out prefill_block."
+            return "two layers are merged at the end of a prompt that is run in one block; leave out prefill_block."
         return None
 
     def of_layer(self, storage: Storage, branch: "Branch", layer: int, layers: int, sizes: "Sizes") -> Storage:

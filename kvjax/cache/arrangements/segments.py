@@ -90,8 +90,8 @@ class SegmentArrangement(Arrangement):
             return reason
         if reads_some(branch.selection):
             return (
-                f"selection={branch.selection!r} reads slots of one store, and tokens of a segment go to two; leave it "
-                "out, or use a storage of slots or blocks such as int4 or kivi."
+                f"selection={branch.selection!r} reads slots of one store, but tokens of a segment are in two; leave "
+                "it out, or use a storage of slots or blocks such as int4 or kivi."
             )
         if sizes.block is not None:
             return "a prompt is one segment, which is encoded when it ends; leave out prefill_block."

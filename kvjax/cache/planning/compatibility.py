@@ -71,7 +71,7 @@ def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None
     if storage.sides_of(PROMPT) and sizes.block is not None:
         without = arrangement_of(storage).without_prompt_side
         return (
-            "what its vectors share is made from the whole prompt when that ends, so that it goes in in one shot; "
+            "the parts that its vectors share are computed from the whole prompt, which must be run in one block; "
             f"leave out prefill_block{without}."
         )
     positions = {policy.positions for policy in (branch.prompt, branch.decode)}
@@ -83,10 +83,10 @@ def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None
     if not storage.shortened:
         return None
     if any(policy.merge is not None for policy in (branch.prompt, branch.decode)):
-        return "a merge adds up whole vectors, and this storage holds shorter ones; leave out merge."
+        return "a merge adds up whole vectors, but this storage holds shorter ones; leave out merge."
     if type(selection).restore is not Selection.restore:
         return (
-            f"selection={selection!r} restores keys of all features, and this storage holds shorter ones; use another "
+            f"selection={selection!r} restores keys of all features, but this storage holds shorter ones; use another "
             "selection, such as kvjax.selection.quest(budget=512)."
         )
     return None
@@ -96,26 +96,26 @@ def _refuses_joint(heads: int, branch: Branch, kv_heads: int) -> str | None:
     """Returns why KV heads that are held together do not go with a policy, a selection or the mesh; None if they do."""
     if branch.heads is not None:
         return (
-            f"{heads} KV heads are held together, and the policy treats heads apart; use one policy for all of them, "
-            "such as full() or a window."
+            f"{heads} KV heads are stored together, but the policy treats heads differently; use one policy for all of "
+            "them, such as full() or a window."
         )
     for policy in (branch.prompt, branch.decode):
         if policy.merge is not None:
-            return "a merge changes one head, and heads are held together; leave out merge."
+            return "a merge changes a single head, but heads are stored together; leave out merge."
         if named_policy := per_head_positions(policy):
             return (
-                f"{heads} KV heads are held together, so that all hold the same positions, and under the policy "
-                f"{named_policy} each head holds its own; use full(), a window, or tova()."
+                f"{heads} KV heads are stored together and must keep the same positions, but under the policy "
+                f"{named_policy} each head keeps its own; use full(), a window, or tova()."
             )
     if reads_some(branch.selection):
         return (
-            f"selection={branch.selection!r} reads slots of each head, and heads are held together; leave it out, or "
+            f"selection={branch.selection!r} reads slots of each head, but heads are stored together; leave it out, or "
             "use a storage of single heads such as low_rank."
         )
     local = kv_heads // sharding.divided("kv_heads", kv_heads)
     if local % heads:
         return (
-            f"{heads} KV heads are held together, and a device of this mesh has {local} of {kv_heads}; use a mesh "
+            f"{heads} KV heads are stored together, but a device of this mesh has {local} of {kv_heads}; use a mesh "
             "whose axis 'model' does not divide a group of heads."
         )
     return None
@@ -140,7 +140,7 @@ def _refuses_host(spec: CacheSpec, branch: Branch, sizes: Sizes) -> str | None:
     moved = sorted(side for side in looked if spec.storage.memories[side] == HOST)
     if moved:
         return (
-            f"slots are ranked by every {' and '.join(moved)}, so that reading few of them would still move all of "
-            "them in each step; keep these on the device, such as memory=('device', 'host') for keys."
+            f"slots are ranked by every {' and '.join(moved)}, so that each step would move all of them from host "
+            "memory; keep these on the device, such as memory=('device', 'host') for keys."
         )
     return None
