@@ -1,22 +1,24 @@
-"""Answers many requests: a file of prompts in, a file of results out.
+"""Answers the requests in a file and writes their results to another file.
 
 python -m experiments.batch --config=h2o_tiny --requests=FILE.jsonl --output=FILE.jsonl [--config.FIELD=VALUE ...]
 
-Model, policy, storage, selection, mesh, rules, prefill_block, implementation and seed are those of the config, as in
-`experiments.run`; what it compares and measures is not used. Each line of the requests is an object:
+Model, policy, storage, selection, mesh, rules, prefill_block, implementation and seed are read from the config, as in
+`experiments.run`; its other fields are ignored. Each line of the file of requests is a JSON object:
 
   {"prompt": "Once upon a time", "max_new_tokens": 64, "stop": ["\\n\\n"], "id": "a-1", "temperature": 0.7, "seed": 3}
 
-prompt: a text, or a list of token ids. Everything else is optional: id (a text or a number; the line's number),
-max_new_tokens (--new_tokens), stop (texts, which are no part of the result), stop_tokens (token ids, which are, beside
-the model's own), temperature, top_k, top_p, min_p and repetition_penalty (the flags of these names, or else the model's
-generation_config.json; temperature 0 takes the most probable token), seed (the config's, and the line's number).
+prompt: a string, or a list of token ids. All other fields are optional: id (a string or an integer; default: the line
+number), max_new_tokens (default: --new_tokens), stop (strings, which the result does not contain), stop_tokens (token
+ids, which the result contains; in addition to those of the model), temperature, top_k, top_p, min_p and
+repetition_penalty (default: the flags of the same names, then the model's generation_config.json; temperature 0 takes
+the most probable token), seed (default: the config's seed, combined with the line number).
 
-Each line of the output is an object, in the order of the requests, written as soon as those before it are:
+Results are written in the order of the requests, each as soon as all before it are written, one JSON object per line:
 
   {"id": "a-1", "text": "...", "tokens": [...], "reason": "stop" or "length", "prompt_tokens": 5, "new_tokens": 17}
 
-A line that cannot be answered is said on stderr with its file and number, and has {"id": ..., "error": "..."} for a
-result; then the exit status is 1. After a kill the same command goes on: results are written once and none is lost,
-since OUTPUT.journal has those that came before their turn. What is sampled depends on the seed and the line's number.
+If a line cannot be answered, an error with the file name and the line number is printed to stderr, the result is
+{"id": ..., "error": "..."}, and the exit status is 1. If the process is killed, run the same command again to continue:
+each result is written exactly once, and OUTPUT.journal stores those that were finished before their turn. Sampled
+tokens depend on the seed and the line number only.
 """

@@ -21,17 +21,17 @@ def define(values: flags.FlagValues) -> None:
     def number(name: str, about: str) -> None:
         flags.DEFINE_float(name, None, about, 0.0, flag_values=values)
 
-    text("requests", "the file of requests: a JSON object a line")
-    text("output", "the file of results, which the same command continues after a kill")
-    whole("rows", 32, "requests that are answered at the same time")
-    whole("new_tokens", None, "new tokens of a request that does not say how many; else as the checkpoint says, or 256")
-    whole("longest_prompt", None, "tokens of a prompt at the most; else those of the longest that there is")
-    whole("most_new_tokens", None, "new tokens of a request at the most; else the largest number that there is")
-    number("temperature", "of requests that do not say; 0 takes the most probable token")
-    whole("top_k", None, "of requests that do not say")
-    number("top_p", "of requests that do not say")
-    number("min_p", "of requests that do not say")
-    number("repetition_penalty", "of requests that do not say")
+    text("requests", "the file of requests: one JSON object per line")
+    text("output", "the file of results; if it is incomplete, the same command continues it")
+    whole("rows", 32, "number of requests that are answered at the same time")
+    whole("new_tokens", None, "default max_new_tokens of a request; if not given, that of the checkpoint, or 256")
+    whole("longest_prompt", None, "largest number of tokens of a prompt; if not given, that of the longest prompt")
+    whole("most_new_tokens", None, "largest max_new_tokens of a request; if not given, the largest in the file")
+    number("temperature", "default temperature of a request; 0 takes the most probable token")
+    whole("top_k", None, "default top_k of a request")
+    number("top_p", "default top_p of a request")
+    number("min_p", "default min_p of a request")
+    number("repetition_penalty", "default repetition_penalty of a request")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,4 +46,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.main(main, "the same command goes on; no result is lost.")
+    cli.main(main, "run the same command again to continue; no result is lost.")

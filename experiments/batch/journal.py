@@ -46,7 +46,7 @@ class Journal:
         self._path, self._output_path = output.with_name(output.name + SUFFIX), output
         existed = self._path.exists()
         if output.exists() and not existed:
-            raise ConfigError(f"--output={str(output)!r} exists and is of no unfinished run; give another file.")
+            raise ConfigError(f"--output={str(output)!r} exists, but not from an unfinished run; give another file.")
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             self._journal = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -138,8 +138,8 @@ class Journal:
             names = sorted(name for name in before.keys() | about.keys() if before.get(name) != _plain(about.get(name)))
             changed = _changed(before.get(FILES), about.get(FILES)) if FILES in names else ""
             raise ConfigError(
-                f"--output={str(self._output_path)!r} is of a run with other {', '.join(names)}{changed}; give another "
-                "file, or the same settings."
+                f"--output={str(self._output_path)!r} belongs to a run with different {', '.join(names)}{changed}; "
+                "give another file, or the same settings."
             )
         for line in others:
             entry = json.loads(line)

@@ -83,8 +83,8 @@ def read(given: list[tuple[int, bytes]], model: Model, defaults: Defaults) -> It
             entry = _object(line)
             name = _name(entry, number)
             if name in seen:
-                own = "" if "id" in entry else ", and this line, which has none, would have its number"
-                raise InputError(f"id {name!r} is that of line {seen[name]} too{own}.")
+                own = "" if "id" in entry else ": a line without an id has its line number as its id"
+                raise InputError(f"id {name!r} is already used in line {seen[name]}{own}.")
             seen[name] = number
             request, text = _request(entry, model, defaults, index)
             yield Asked(index, number, name, request, text)
@@ -96,7 +96,7 @@ def _object(line: bytes) -> JsonObject:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"the line is no JSON: {error}.") from None
+        raise InputError(f"the line is not valid JSON: {error}.") from None
     if not isinstance(entry, dict):
         raise InputError(f"the line must be a JSON object; got {type(entry).__name__}.")
     return entry
@@ -105,12 +105,12 @@ def _object(line: bytes) -> JsonObject:
 def _name(entry: JsonObject, number: int) -> str | int:
     name = entry.get("id", number)
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise InputError(f"id must be a text or a whole number; got {name!r}.")
+        raise InputError(f"id must be a string or an integer; got {name!r}.")
     if isinstance(name, str):
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise InputError(f"id {name!r} holds one half of a pair of characters (a surrogate).") from None
+            raise InputError(f"id {name!r} contains an unpaired surrogate.") from None
     return name
 
 
@@ -124,11 +124,11 @@ def _request(entry: JsonObject, model: Model, defaults: Defaults, index: int) ->
             raise InputError("the model has no tokenizer; give prompt as a list of token ids.")
         prompt = tokenizer.encode(prompt)
     elif not _ids(prompt):
-        raise InputError(f"prompt must be a text or a list of token ids; got {_short(prompt)}.")
+        raise InputError(f"prompt must be a string or a list of token ids; got {_short(prompt)}.")
     stops = entry.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > MAX_TEXTS or not all(isinstance(x, str) and x for x in stops):
-        raise InputError(f"stop must be a text or at most {MAX_TEXTS} texts that are not empty; got {_short(stops)}.")
+        raise InputError(f"stop must be a non-empty string or a list of up to {MAX_TEXTS}; got {_short(stops)}.")
     if stops and tokenizer is None:
         raise InputError("the model has no tokenizer; give stop_tokens instead of stop.")
     tokens = entry.get("stop_tokens", [])

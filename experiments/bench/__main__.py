@@ -23,24 +23,29 @@ def define(values: flags.FlagValues) -> None:
     def several(name: str, default: str | None, about: str) -> None:
         flags.DEFINE_list(name, default, about, flag_values=values)
 
-    several("against", "transformers", f"peers ({', '.join(peers.PEERS)}), with commas between them; or none")
-    several("python", "", "PEER=INTERPRETER: peers that are in an environment of their own, with commas between them")
-    several("policies", "h2o", "policies of kvjax, with commas between them; the first is what others are compared to")
-    text("shape", None, f"decoder: {LLAMA} or one of kvjax.models.shapes; else opt-125m, where the peers have it")
-    flags.DEFINE_float("budget", 0.2, "fraction of the context", 0.0, 1.0, flag_values=values)
-    whole("batch", None, "rows")
-    several("weights", "none", "for `decode`: the first policy with weights quantised to int8, int4, int2 as well")
-    several("context", None, "prompt tokens; several, with commas between them, for `memory` and `selections`")
+    several("against", "transformers", f"comma-separated peers ({', '.join(peers.PEERS)}), or none")
+    several("python", "", "comma-separated PEER=INTERPRETER, for peers that are installed in other environments")
+    several("policies", "h2o", "comma-separated policies of kvjax; the others are compared with the first")
+    text("shape", None, f"decoder: {LLAMA} or one of kvjax.models.shapes; default opt-125m if all peers support it")
+    flags.DEFINE_float("budget", 0.2, "budget as a fraction of the context", 0.0, 1.0, flag_values=values)
+    whole("batch", None, "number of rows; default: that of each benchmark")
+    several("weights", "none", "for `decode`: also run the first policy with weights quantized to int8, int4 or int2")
+    several(
+        "context",
+        None,
+        "number of prompt tokens, a list for `memory` and `selections`; default: that of each benchmark",
+    )
     whole("slots", 512, "budget of every policy, for `policies`, `storages` and `stream`", 64)
-    whole("tokens", 128, "new tokens of kvjax a round; a slow peer generates fewer", 2)
-    whole("rounds", 5, "rounds, A B B A")
-    flags.DEFINE_enum("implementation", "auto", IMPLEMENTATIONS, "of kvjax's attention", flag_values=values)
-    flags.DEFINE_bool("compile", False, "try torch.compile on transformers' static cache too", flag_values=values)
+    whole("tokens", 128, "new tokens of kvjax per round; a slow peer generates fewer", 2)
+    whole("rounds", 5, "number of rounds, in the order A B B A")
+    about = "implementation of kvjax's attention"
+    flags.DEFINE_enum("implementation", "auto", IMPLEMENTATIONS, about, flag_values=values)
+    flags.DEFINE_bool("compile", False, "also try torch.compile with transformers' static cache", flag_values=values)
     text("text", None, "a file to score, for `stream` and `lm_eval`")
-    text("model", None, "folder, GGUF file or name: for `lm_eval`, else kvjax-tiny; for `gguf`, else SmolLM2")
-    several("grid", "12x103x64,12x512x64,96x2048x64", "BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
-    several("kinds", ",".join(KINDS), "attention with statistics `none` or `mass`, and `step`, for `kernels`")
-    about = "a cache of `selections` or `storages`; may be given several times, and is else every one"
+    text("model", None, "folder, GGUF file or name; for `lm_eval` (default kvjax-tiny) and `gguf` (default SmolLM2)")
+    several("grid", "12x103x64,12x512x64,96x2048x64", "shapes as BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
+    several("kinds", ",".join(KINDS), "for `kernels`: attention with statistics `none` or `mass`, and a whole `step`")
+    about = "a cache to measure, for `selections` and `storages`; default all"
     flags.DEFINE_multi_string("caches", [], about, flag_values=values)
     flags.DEFINE_bool(
         "fill",
@@ -48,21 +53,21 @@ def define(values: flags.FlagValues) -> None:
         "fill caches with random numbers instead of prompts, for `decode` and `storages`",
         flag_values=values,
     )
-    text("data", None, "folder of the multiple-choice tasks, for `lm_eval`")
-    several("questions", "copa,piqa,mathqa", f"of {', '.join(multiple_choice.TASKS)}, for `lm_eval`")
-    several("shots", "0", "questions with their answers before each question, for `lm_eval`")
-    several("examples", "first", "which ones: the first of a file, or drawn for each question; for `lm_eval`")
-    whole("documents", 100, "questions of each task, and pieces of the text, for `lm_eval`")
-    whole("requests", 2000, "requests of mixed lengths, for `serve`")
+    text("data", None, "folder with the multiple-choice tasks, for `lm_eval`")
+    several("questions", "copa,piqa,mathqa", f"tasks for `lm_eval`, of {', '.join(multiple_choice.TASKS)}")
+    several("shots", "0", "number of examples before each question, for `lm_eval`")
+    several("examples", "first", "how examples are chosen, for `lm_eval`: first (of a file), drawn (for each question)")
+    whole("documents", 100, "number of questions per task, and of pieces of the text, for `lm_eval`")
+    whole("requests", 2000, "number of requests of mixed lengths, for `serve`")
     several("servers", "", "NAME=http://HOST:PORT of servers that run the same model, for `serve`")
-    about = "run Pallas kernels interpreted on this machine: their times mean nothing"
+    about = "interpret Pallas kernels on this machine; their times are not meaningful"
     flags.DEFINE_enum("interpret", "no", ["no", "tpu", "gpu"], about, flag_values=values)
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of weights and caches", flag_values=values)
-    text("output", None, f"also write the figures as JSON to this file; for `{ACCELERATOR}`, the folder of its results")
-    about = f"that `{ACCELERATOR}` may take; what has not been measured then is left to another call"
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "dtype of weights and caches", flag_values=values)
+    text("output", None, f"also write the results as JSON to this file; for `{ACCELERATOR}`, the folder of its results")
+    about = f"time limit of `{ACCELERATOR}` in minutes; a later run measures what is missing"
     flags.DEFINE_float("minutes", MINUTES, about, 0.0, flag_values=values)
-    flags.DEFINE_bool("tiny", False, "measure arrays of a few kilobytes, to see that a task runs", flag_values=values)
-    text("plot", None, "also draw the figures, as a PNG, to this file")
+    flags.DEFINE_bool("tiny", False, "use arrays of a few kilobytes, to check that a task runs", flag_values=values)
+    text("plot", None, "also write a plot of the results to this PNG file")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -88,7 +88,7 @@ def lengths(values: flags.FlagValues) -> list[int]:
     """--context as numbers; empty if it was not given."""
     given = values.context or []
     if not all(each.isdecimal() and int(each) for each in given):
-        raise ConfigError(f"--context={','.join(given)!r} is not valid; give tokens, as in 512 or 512,2048.")
+        raise ConfigError(f"--context={','.join(given)!r} is not valid; give numbers of tokens, such as 512,2048.")
     return [int(each) for each in given]
 
 
@@ -101,7 +101,7 @@ def in_turns(sides: Mapping[Key, Iterator[float]], rounds: int) -> dict[Key, lis
             if turn:
                 times[name].append(elapsed)
     if noisy := [str(name) for name, each in times.items() if max(each) > NOISE * min(each)]:
-        print(f"not quiet: rounds of {', '.join(noisy)} differ by more than a half; their figures are noise")
+        print(f"unreliable: rounds of {', '.join(noisy)} differ by more than 50 %")
     return times
 
 

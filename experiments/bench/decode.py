@@ -62,7 +62,7 @@ def check(values: flags.FlagValues) -> None:
     if (values.batch is None) != (not lengths(values)):
         raise ConfigError("give --batch and --context together, or neither for the two standard settings.")
     if values.fill and against:
-        raise ConfigError("peers read prompts: give --against=none with --fill.")
+        raise ConfigError("peers cannot run with --fill, since they read prompts; give --against=none.")
     if "llama.cpp" in against and values.dtype != "float32":
         raise ConfigError(f"llama.cpp is measured in float32; got --dtype={values.dtype}.")
     shape_for(values, against)
@@ -108,7 +108,9 @@ def shape_for(values: flags.FlagValues, against: list[str]) -> kvjax.models.conf
     config = shape(name)
     for each in against:
         if config.family not in (families := peers.PEERS[each].families):
-            raise ConfigError(f"{each} has no {config.family} ({name}); use --shape={LLAMA} ({', '.join(families)}).")
+            raise ConfigError(
+                f"{each} does not support {config.family} ({name}); use --shape={LLAMA} ({', '.join(families)})."
+            )
     return config
 
 
@@ -245,5 +247,5 @@ def agree(what: str, mine: np.ndarray, theirs: np.ndarray, dtype: str = "float32
     print(f"largest difference of log-probabilities, {what}: {worst:.1e}")
     if not worst < SAME[dtype]:
         raise ConfigError(
-            f"{what}: the two sides disagree by {worst:.1e} in log-probability; times would mean nothing."
+            f"{what}: the log-probabilities of the two sides differ by {worst:.1e}, so that times cannot be compared."
         )

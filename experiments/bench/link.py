@@ -60,7 +60,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     """A row for every setting and way of holding a cache in host memory."""
     known = {setting.shape for setting in SETTINGS}
     if values.shape and values.shape not in known:
-        raise ConfigError(f"--shape={values.shape!r} is in none of these figures; known: {', '.join(sorted(known))}.")
+        raise ConfigError(f"--shape={values.shape!r} is not in these figures; known: {', '.join(sorted(known))}.")
     wanted = {values.shape} if values.shape else known
     return [row for setting in SETTINGS if setting.shape in wanted for row in one_setting(setting)]
 

@@ -45,7 +45,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
       ConfigError: no folder of tasks, packages that are missing, unknown examples, or a text that cannot be read.
     """
     if not values.data:
-        raise ConfigError("bench lm_eval needs --data=FOLDER, which holds a folder for each multiple-choice task.")
+        raise ConfigError("bench lm_eval needs --data=FOLDER, with a subfolder for each multiple-choice task.")
     if unknown := [kind for kind in values.examples if kind not in (FIRST, DRAWN)]:
         raise ConfigError(f"--examples={unknown[0]}: unknown; valid: {FIRST}, {DRAWN}.")
     compared = values.against != ["none"]

@@ -100,7 +100,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     seconds = {name: float(np.median([each.seconds for each in found])) for name, found in times.items()}
     for name, found in times.items():
         if max(each.seconds for each in found) > NOISE * min(each.seconds for each in found):
-            print(f"not quiet: rounds of {name} differ by more than a half; their figures are noise")
+            print(f"unreliable: rounds of {name} differ by more than 50 %")
     total = sum(asked.wanted)
     return [
         {
@@ -197,7 +197,7 @@ def served(url: str, asked: Asked, rows: int) -> Outcome:
             connection.close()
         made = json.loads(content).get("usage", {}).get("completion_tokens") if response.status == 200 else None
         if made != wanted:
-            raise ConfigError(f"{url} was asked for {wanted} tokens and answered {content[:200]!r}.")
+            raise ConfigError(f"{url} was asked for {wanted} tokens, and its answer was {content[:200]!r}.")
 
     start = time.perf_counter()
     with ThreadPoolExecutor(rows) as clients:

@@ -57,7 +57,7 @@ class Kvpress(Transformers):
         names = [name for name in work.policies if name in PRESSES]
         if not names:
             raise ConfigError(
-                f"kvpress has no decoding press for {', '.join(work.policies)}; give --policies some of: "
+                f"kvpress has no decoding press for {', '.join(work.policies)}; choose --policies from: "
                 f"{', '.join(PRESSES)}."
             )
         sides = {}
@@ -80,7 +80,7 @@ class Kvpress(Transformers):
                 attended = cache.layers[0].keys.shape[2] + 1
                 if attended > work.slots:
                     raise ConfigError(
-                        f"kvpress attends to {attended} slots, kvjax to {work.slots}: not the same budget."
+                        f"kvpress attends to {attended} slots and kvjax to {work.slots}; the budgets must be equal."
                     )
                 token = greedy(model, token, cache, position_ids=self._position(place, token))
                 place += 1

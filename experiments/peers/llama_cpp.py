@@ -107,7 +107,7 @@ class Context:
         params.kv_unified = False
         self.context = self.api.llama_init_from_model(owner.model, params)
         if not self.context:
-            raise ConfigError(f"llama.cpp has made no context of {batch} rows of {room} tokens.")
+            raise ConfigError(f"llama.cpp could not create a context of {batch} rows of {room} tokens.")
         self.batch = self.api.llama_batch_init(TOKENS, 0, 1)
 
     def forget(self, length: int) -> None:

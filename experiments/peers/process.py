@@ -100,7 +100,7 @@ class PeerProcess:
             failed, answer = self.connection.recv()
         except (EOFError, OSError):
             raise ConfigError(
-                f"{self.name} has ended with status {self.process.wait()}; see what it printed."
+                f"{self.name} exited with status {self.process.wait()}; its output above says why."
             ) from None
         if failed:
             raise ConfigError(answer)

@@ -48,12 +48,12 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
     distributed.check_single("experiments.batch")
     given = requests.lines(Path(values.requests))
     if not given:
-        raise ConfigError(f"--requests={values.requests!r} has no line.")
+        raise ConfigError(f"--requests={values.requests!r} contains no requests.")
     check_sampling(values)
     config.data, config.baselines, config.tasks = DataConfig(num_sequences=values.rows), (), TasksConfig()
     with user_files.pinned(), Journal(Path(values.output), about(config, values, given)) as journal:
         if journal.written == len(given):
-            print(f"{values.output} has all {journal.written:,} results already.")
+            print(f"{values.output} already has all {journal.written:,} results.")
             return FAILED if journal.failed else 0
         session = Session()
         model = session.model(config)
@@ -194,6 +194,6 @@ def summary(runner: Runner, results: int, seconds: float) -> str:
     counts = runner.counts
     useful = 100 * counts.useful_row_steps / max(counts.row_steps, 1)
     return (
-        f"{results:,} results in {seconds:,.1f} s: {counts.tokens:,} new tokens ({counts.tokens / seconds:,.1f} a "
+        f"{results:,} results in {seconds:,.1f} s: {counts.tokens:,} new tokens ({counts.tokens / seconds:,.1f} per "
         f"second), {useful:.1f} % of {counts.row_steps:,} row-steps useful, {counts.reads:,} reads by the host"
     )

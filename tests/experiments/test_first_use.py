@@ -35,7 +35,7 @@ def test_processes_find_the_library_and_what_the_first_of_their_name_kept(tmp_pa
         taken = first_use.measure(process, tmp_path)
         assert taken.wall > 0 and taken.cpu > 0 and taken.calls == []
     script = "import sys; print('no model', file=sys.stderr); sys.exit(3)"
-    with pytest.raises(ConfigError, match="first, full: it ended with status 3: no model"):
+    with pytest.raises(ConfigError, match="first, full: it exited with status 3: no model"):
         first_use.measure(Process("first", "full", ("-c", script)), tmp_path)
 
 

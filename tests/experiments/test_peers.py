@@ -62,7 +62,7 @@ def test_answers_cross_and_failures_are_named(started, capfd):
         assert next(sides["two"][0]) == 4.0, "it goes on after a failure"
         prompts = peer.prefill(np.zeros((1, 1), int))
         assert [next(prompts["one"]), next(sides["one"][0])] == [100.0, 5.0], "sides of one name, but of other work"
-        with pytest.raises(ConfigError, match="made has ended with status 3"):
+        with pytest.raises(ConfigError, match="made exited with status 3"):
             peer.prefill(np.zeros((1, 2), int))
     assert peer.process.returncode == 3
     captured = capfd.readouterr()

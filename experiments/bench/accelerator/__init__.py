@@ -76,7 +76,7 @@ def run(values: flags.FlagValues) -> int:
             print(f"{part.name}: {part.about} ...", flush=True)
             outcome = measure(part, min(scale * part.seconds, remaining), folder, environment, values)
             if outcome["state"] == FAILED and outcome["stopped"] and remaining < scale * part.seconds:
-                print("  the time is over")
+                print("  time limit reached")
                 break
             outcome["about"] = about | {"command": list(part.command)}
             results.write(_file(folder, part), results.to_json(outcome))
@@ -89,7 +89,7 @@ def run(values: flags.FlagValues) -> int:
     print(report.summary(environment, done), f"report: {folder / 'report.md'}", sep="\n\n")
     missing = [part.name for part in plan if done.get(part.name, {}).get("state") not in (MEASURED, REFUSED)]
     if missing:
-        print(f"not measured: {', '.join(missing)}; the same command goes on with these")
+        print(f"not measured: {', '.join(missing)}; run the same command again to measure these")
     return int(bool(missing))
 
 
@@ -106,10 +106,10 @@ def probe(folder: Path, tiny: bool) -> JsonObject:
     status = children.run(command, PROBE_SECONDS, log, _environment(extra), ROOT)
     found: JsonObject | None = results.read_json(answer)
     if status != 0 or found is None:
-        raise ConfigError(f"jax cannot say what device there is: {_tail(log, 400)} (all of it: {log})")
+        raise ConfigError(f"jax cannot find the device: {_tail(log, 400)} (full log: {log})")
     if found["platform"] == "cpu" and not tiny:
         raise ConfigError(
-            "jax sees no accelerator, only a CPU; --tiny runs every part in sizes that only show that it runs."
+            "jax finds no accelerator, only a CPU; --tiny checks that every part runs, with small arrays."
         )
     return found
 
@@ -129,7 +129,7 @@ def measure(part: Part, seconds: float, folder: Path, environment: JsonObject, v
         )
         outcome["command"] = " ".join(["pytest", *(["-m", marker] if marker else []), *part.command[1:]])
         if any(row["stopped"] for row in outcome["rows"]):
-            outcome |= {"state": FAILED, "stopped": True, "reason": "tests were stopped, as their time was up"}
+            outcome |= {"state": FAILED, "stopped": True, "reason": "the tests were stopped at their time limit"}
         return outcome | {"seconds": time.monotonic() - began}
     rows_file.unlink(missing_ok=True)
     command = [*BENCH, *part.command]
@@ -145,7 +145,7 @@ def measure(part: Part, seconds: float, folder: Path, environment: JsonObject, v
     if status == cli.USAGE_ERROR:
         reason = _tail(log, SHOWN).rpartition("error: ")[2]
         return outcome | {"state": REFUSED, "reason": reason}
-    ending = "its time was up" if status is None else f"it ended with status {status}"
+    ending = "it reached its time limit" if status is None else f"it exited with status {status}"
     return outcome | {"state": FAILED, "reason": f"{ending} after {outcome['seconds']:.0f} s:\n{_tail(log, SHOWN)}"}
 
 
@@ -161,7 +161,7 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"another call is writing {str(folder)!r}: wait for its end.") from None
+            raise ConfigError(f"another process is writing to {str(folder)!r}; wait until it has finished.") from None
         yield
 
 

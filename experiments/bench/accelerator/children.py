@@ -88,7 +88,7 @@ def _become(parent: int, command: list[str]) -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the parent has ended")
+        sys.exit("the parent process has exited")
     os.execvp(command[0], command)
 
 
