@@ -1,12 +1,12 @@
-"""Recall and perplexity against the share of slots that a step reads, for every selection, beside eviction.
+"""Measures recall and perplexity by the share of slots that a step reads, for selections and for eviction policies.
 
 python -m experiments.read_fraction --output=results/reading.json --plot=results/reading.png
 python -m experiments.read_fraction --input=results/reading.json --plot=results/reading.png
 
-Prompts of 984 tokens hide a fact 700 to 900 tokens before their end. Layers 0 and 1 read everything; the share is of
-the layers that select, as it was measured while the answers were generated, the new token included. A policy is drawn
-at the share of the prompt that it keeps. Perplexity is of a generated story, or of --text, after 256 tokens of prompt,
-in chunks of 256 tokens. A batch of prompts goes through the model once, for all caches.
+Prompts of 984 tokens contain a fact 700 to 900 tokens before their end. Layers 0 and 1 read everything. The share is
+that of the layers with a selection, measured while the answers are generated, and includes the new token. For a policy
+it is the share of the prompt that the policy keeps. Perplexity is that of a generated story, or of --text, after a
+prompt of 256 tokens, in chunks of 256 tokens. The prompts of a batch are run through the model once for all caches.
 """
 
 from collections.abc import Sequence
@@ -35,20 +35,20 @@ METHODS = (
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("model", "kvjax-tiny", "a checkpoint folder, a hub id or a model of kvjax", flag_values=values)
-    flags.DEFINE_integer("prompts", 128, "of each recall task", lower_bound=1, flag_values=values)
-    flags.DEFINE_integer("length", 984, "tokens of a prompt", lower_bound=64, flag_values=values)
-    flags.DEFINE_integer("rows", 8, "of the text", lower_bound=1, flag_values=values)
-    flags.DEFINE_string("text", None, "a file that is scored; else a generated story", flag_values=values)
+    flags.DEFINE_integer("prompts", 128, "number of prompts of each recall task", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("length", 984, "number of tokens of a prompt", lower_bound=64, flag_values=values)
+    flags.DEFINE_integer("rows", 8, "number of rows of the text", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("text", None, "text file to score; default: a generated story", flag_values=values)
     flags.DEFINE_integer("text_prompt", 256, "tokens of a row that are its prompt", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("scored", 768, "tokens of a row after its prompt, at most", lower_bound=1, flag_values=values)
-    flags.DEFINE_integer("batch", 16, "prompts, or rows, that are processed at once", lower_bound=1, flag_values=values)
-    flags.DEFINE_string("skew", None, "of `experiments.skew`, for infinigen_skewed", flag_values=values)
-    flags.DEFINE_list("shares", list(SHARES), "of the prompt, in (0, 1]", flag_values=values)
+    flags.DEFINE_integer("batch", 16, "number of prompts or rows per batch", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("skew", None, "a file of `experiments.skew`, for infinigen_skewed", flag_values=values)
+    flags.DEFINE_list("shares", list(SHARES), "comma-separated shares of the prompt, in (0, 1]", flag_values=values)
     without = [name for name in METHODS if name != "infinigen_skewed"]
-    flags.DEFINE_list("methods", without, ", ".join(METHODS), flag_values=values)
-    flags.DEFINE_string("input", None, "draw the figures of this file, and measure nothing", flag_values=values)
-    flags.DEFINE_string("output", None, "also write the figures as JSON, after every batch", flag_values=values)
-    flags.DEFINE_string("plot", None, "also draw the figures, as a PNG", flag_values=values)
+    flags.DEFINE_list("methods", without, f"comma-separated, of {', '.join(METHODS)}", flag_values=values)
+    flags.DEFINE_string("input", None, "only plot the results in this file", flag_values=values)
+    flags.DEFINE_string("output", None, "also write the results to this JSON file after each batch", flag_values=values)
+    flags.DEFINE_string("plot", None, "also write a plot of the results to this PNG file", flag_values=values)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -80,7 +80,7 @@ def registry() -> Mapping[str, Entry]:
         for module in pkgutil.iter_modules(package.__path__):
             for entry in importlib.import_module(f"{package.__name__}.{module.name}").ENTRIES:
                 if entry.name in found or entry.name not in NAMES:
-                    raise ConfigError(f"entry {entry.name!r} is defined twice, or is of no paper.")
+                    raise ConfigError(f"entry {entry.name!r} is defined twice, or does not belong to a paper.")
                 found[entry.name] = entry
     return {name: found[name] for name in NAMES if name in found}
 

@@ -141,7 +141,7 @@ class Lab:
             results.write(path, packed(found))
         except OSError as error:
             warnings.warn(
-                f"a measurement is not kept for a run that is ended early: {path} cannot be written: {error.strerror}.",
+                f"a measurement is not saved, since {path} cannot be written: {error.strerror}.",
                 stacklevel=2,
             )
         self.measured.append(part)
@@ -216,5 +216,5 @@ def check_unique(parts: Sequence[Part]) -> tuple[Part, ...]:
     """
     for part in parts:
         if not isinstance(part, Part):
-            raise ConfigError(f"an entry asks for {part!r}, which is no part.")
+            raise ConfigError(f"an entry needs {part!r}, which is not a part.")
     return tuple(dict.fromkeys(parts))

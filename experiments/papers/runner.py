@@ -36,10 +36,10 @@ def entries_of(names: Sequence[str]) -> list[Entry]:
         if not own:
             close = [each for each in known if name.replace("-", "_") in each]
             hint = f"did you mean {', '.join(close)}? " if close else ""
-            raise ConfigError(f"unknown entry {name!r}; {hint}--list prints all {len(known)}; all runs them.")
+            raise ConfigError(f"unknown entry {name!r}; {hint}--list prints all {len(known)}, and 'all' runs them.")
         found |= {each: known[each] for each in own}
     if not found:
-        raise ConfigError("give the names of entries, such as h2o_table6, or all; --list prints them.")
+        raise ConfigError("give the names of entries, such as h2o_table6, or all; --list prints the names.")
     return [found[name] for name in NAMES if name in found]
 
 
@@ -98,7 +98,7 @@ def run(
             # After every entry: a run that is killed leaves a page of those that are done.
             write_page(output, settings.described(), compared)
     if len(failed) < len(entries):
-        print(f"Wrote {output}/{PAGE}, and a report, a figure and results of each entry beside it.")
+        print(f"Wrote {output}/{PAGE}, and a report, a figure and the results of each entry in the same folder.")
     return failed
 
 

@@ -126,7 +126,7 @@ class Settings:
         path = self.data / TEXTS.get(name, name)
         if not path.is_file():
             raise ConfigError(
-                f"there is no file {path}; give the folder of the texts by --data=FOLDER. docs/papers.md says where to "
+                f"there is no file {path}; give the folder of the texts as --data=FOLDER. docs/papers.md says where to "
                 "get them."
             )
         return path
@@ -155,6 +155,6 @@ def find_data(given: str | None) -> Path | None:
     if given is None:
         return None
     raise ConfigError(
-        f"the texts are not there: {given} has no {TEXTS['book']}. Give their folder by --data=FOLDER (docs/papers.md "
-        "says where to get them), or leave it out: generated stories then take their place."
+        f"the texts were not found: {given} has no {TEXTS['book']}. Give their folder as --data=FOLDER (docs/papers.md "
+        "says where to get them), or omit --data to use generated stories instead."
     )

@@ -47,5 +47,5 @@ def _documents(file: Path) -> Iterator[str]:
     for row in files.json_list(file) if file.suffix == ".json" else files.json_lines(file):
         fields = [row.text(name) for name in (*INSTRUCTION, *ARTICLE) if name in row.values]
         if not fields:
-            raise ConfigError(f"{row.place}: has none of the fields {', '.join((*ARTICLE, *INSTRUCTION))}.")
+            raise ConfigError(f"{row.place}: the record has none of the fields {', '.join((*ARTICLE, *INSTRUCTION))}.")
         yield "\n".join(fields)

@@ -101,7 +101,7 @@ def described(config: ExperimentConfig, values: flags.FlagValues) -> JsonObject:
       ConfigError: a checkpoint that is not here, of which no shape is named.
     """
     if decoder_config(config.model) is None:
-        raise ConfigError(f"{config.model.path} is not here; name its --config.model.shape.")
+        raise ConfigError(f"{config.model.path} is not on this machine; give its --config.model.shape.")
     target, price = find_target(values.topology), None
     if values.price is not None:
         price = {"amount": values.price, "currency": "USD", "source": "--price"}

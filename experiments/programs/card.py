@@ -178,7 +178,7 @@ def card(run: Path, license: str) -> tuple[str, bytes]:
     model = kvjax.load(run / "model", dtype="float32")
     decoder = model.config
     if decoder.max_positions < 1024:
-        raise ConfigError(f"{run} has a context of {decoder.max_positions} tokens; a card's recall tasks take 1,024.")
+        raise ConfigError(f"{run} has a context of {decoder.max_positions} tokens; a card's recall tasks need 1,024.")
     _, held_out = corpus.load(config, run, resume=True)
     training, kept_out = files(config)
     as_published = {path.name for path in kept_out}  # the gain takes minutes, and is not asked of other layouts

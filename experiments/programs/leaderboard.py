@@ -87,5 +87,5 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
     done = sum(row["status"] == "ok" for row in found["rows"])
     print(f"{done} of {len(found['rows'])} cells; page in {folder}/{page.PAGE}")
     if any(row["status"] == MISSING for row in found["rows"]):
-        print("Other workers have the rest; the last one writes the whole page, and so does the same command then.")
+        print("Other workers run the rest; the last one writes the complete page, as does this command, run later.")
     return SOME_FAILED if failed else 0

@@ -51,8 +51,8 @@ def start(config: PaperConfig, values: flags.FlagValues, names: Sequence[str]) -
     if data is None:
         data, own = generated.make(output / TEXTS_FOLDER), True
         print(
-            f"Note: the papers' texts are not here, neither by --data=FOLDER nor in data/ of $KVJAX_SHARED; generated "
-            f"stories and questions in {data} take their place. To have them: {generated.SOURCES}."
+            f"Note: the papers' texts were found neither in --data=FOLDER nor in $KVJAX_SHARED/data; generated stories "
+            f"and questions in {data} are used instead. To get the texts: {generated.SOURCES}."
         )
     else:
         own = False
@@ -79,7 +79,7 @@ def scale_of(decoder: DecoderConfig | None, sizes: str | None, *, fast: bool) ->
       ConfigError: both were given, and differ.
     """
     if fast and sizes not in (None, TRIAL):
-        raise ConfigError(f"--fast is --sizes={TRIAL}, but --sizes={sizes} was given; leave one of them out.")
+        raise ConfigError(f"--fast means --sizes={TRIAL}, but --sizes={sizes} was given; give only one of them.")
     chosen = sizes or (TRIAL if fast else "half" if _is_large(decoder) else "full")
     return SCALES[chosen].within(decoder.max_positions if decoder else None)
 

@@ -260,15 +260,15 @@ def start(values: flags.FlagValues, shares: Sequence[float], argv: Sequence[str]
         try:
             points = [Point(**point) for point in json.loads(Path(values.input).read_text())["points"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"--input={values.input!r} is not a file of --output: {error}") from None
+            raise ConfigError(f"--input={values.input!r} was not written by --output: {error}") from None
         if all(point.method != "full" for point in points):
-            raise ConfigError(f"--input={values.input!r} has no point of the full cache.")
+            raise ConfigError(f"--input={values.input!r} has no result of the full cache.")
         return _report(points, values.plot)
     for flag in ("output", "plot"):
         if path := values[flag].value:
             results.make_file(path, flag)
     if SKEWED in values.methods and not values.skew:
-        raise ConfigError(f"{SKEWED} needs --skew=FILE, of `python -m experiments.skew`.")
+        raise ConfigError(f"{SKEWED} needs --skew=FILE, a file of `python -m experiments.skew`.")
     model = kvjax.load(values.model, dtype="float32")
     skewed_model = skewed(model, load_skew(values.skew).matrices) if values.skew else None
     nearest, farthest = (int(part * values.length) for part in DISTANCES)
@@ -279,7 +279,7 @@ def start(values: flags.FlagValues, shares: Sequence[float], argv: Sequence[str]
     width = min(model.config.max_positions, values.text_prompt + values.scored)
     if width <= values.text_prompt:
         raise ConfigError(
-            f"--text_prompt={values.text_prompt} leaves nothing to score of the model's {width} positions."
+            f"--text_prompt={values.text_prompt} leaves nothing to score within the model's {width} positions."
         )
     settings = DataConfig(
         text=values.text, num_sequences=values.rows, prompt_length=values.text_prompt,

@@ -173,7 +173,7 @@ def plan(config: ExperimentConfig, topology: str | None) -> None:
     decoder = decoder_config(config.model)
     if decoder is None:
         raise ConfigError(
-            f"what {config.model.path} needs is not known before it is here; name its --config.model.shape."
+            f"{config.model.path} is not on this machine, so that its size is unknown; give its --config.model.shape."
         )
     where = topology or "this machine"
     print(f"compiling the decode step for {where}; a large model takes minutes ...", file=sys.stderr, flush=True)
@@ -210,9 +210,9 @@ def start(config: ExperimentConfig, values: flags.FlagValues, argv: Sequence[str
     try:
         folder = run(config, command=shlex.join(["python", "-m", "experiments.run", *argv[1:]]))
     except CannotRun as error:
-        print(f"{config.name} was not run. {error}\nThis is what it would take:\n", flush=True)
+        print(f"{config.name} was not run. {error}\nIt would need:\n", flush=True)
         plan(config, None)
-        print(f"For a TPU that is not here: python -m experiments.run --config={config.name} --topology=v5e:2x4")
+        print(f"To plan for another device: python -m experiments.run --config={config.name} --topology=v5e:2x4")
         return ONLY_PLANNED
     if distributed.is_first():
         writers.copy(names, folder)

@@ -189,7 +189,7 @@ def _start_model(config: TrainConfig, folder: Path) -> Model:
     # The windows are of each layer, and follow from their number.
     expected = dataclasses.replace(decoder, num_layers=decoder.num_layers - len(config.new_layers), windows=())
     if model.config != expected:
-        but = " but for new_layers" if config.new_layers else ""
+        but = " without new_layers" if config.new_layers else ""
         raise ConfigError(f"start={config.start!r} is {model.config}; this run's decoder{but} is {expected}.")
     model.tokenizer.save(folder)
     params = grown(model.params, decoder, config.new_layers, jax.random.key(config.seed))
@@ -264,7 +264,7 @@ def _check_same_past(config: TrainConfig, folder: Path, step: int, *, scaled: bo
         ) from None
     if differing := sorted(name for name in now if now[name] != before[name]):
         raise ConfigError(
-            f"{folder} holds a run at step {step} whose {', '.join(differing)} differ; give its settings to go on with "
-            "it, or another --config.output."
-            + (" With --config.schedule_steps=none the schedule does not follow steps." if scaled else "")
+            f"{folder} contains a run at step {step} with different {', '.join(differing)}; give its settings to "
+            "continue it, or another --config.output."
+            + (" With --config.schedule_steps=none the schedule is not scaled to steps." if scaled else "")
         )

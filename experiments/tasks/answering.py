@@ -36,7 +36,7 @@ def files_of(config: TasksConfig) -> list[Path]:
       ConfigError: see `registry.build`; or a file is not there.
     """
     if config.questions == 0:
-        raise ConfigError("tasks.questions=0 asks nothing; give at least 1, or none for all questions.")
+        raise ConfigError("tasks.questions must be at least 1, or none for all questions; got 0.")
     folder = None if config.folder is None else Path(config.folder)
     return [path for name in config.names for path in registry.build(name).files(folder)]
 

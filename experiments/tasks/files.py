@@ -125,7 +125,7 @@ def words(path: Path) -> list[str]:
     """
     found = read_text(path).split()
     if not found:
-        raise ConfigError(f"{path} holds no text.")
+        raise ConfigError(f"{path} contains no text.")
     return found
 
 
@@ -189,9 +189,9 @@ def zipped_csv(path: Path) -> Iterator[Row]:
             parts = {name: archive.read(name) for name in archive.namelist() if name.endswith(".csv")}
     # RuntimeError and NotImplementedError: encrypted, or compressed in a way that Python does not know.
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError) as error:
-        raise ConfigError(f"{path} is no ZIP file that can be read: {error}.") from None
+        raise ConfigError(f"{path} is not a readable ZIP file: {error}.") from None
     if not parts:
-        raise ConfigError(f"{path} holds no CSV file.")
+        raise ConfigError(f"{path} contains no CSV file.")
     for name, content in parts.items():
         inside = path / name
         reader = csv.reader(io.StringIO(_decoded(content, inside), newline=""), strict=True)
@@ -218,7 +218,7 @@ def _read(path: Path) -> str:
 
 def _columns(names: Sequence[str], values: Sequence[str], path: Path, line: int) -> dict[str, str]:
     if len(values) != len(names):
-        raise ConfigError(f"{path}, line {line}: has {len(values)} values, but {len(names)} columns are named.")
+        raise ConfigError(f"{path}, line {line}: has {len(values)} values, but the header names {len(names)} columns.")
     return dict(zip(names, values, strict=True))
 
 
@@ -234,7 +234,7 @@ def _json(text: str, path: Path, line: int | None = None) -> Json:
     place = f"{path}, line {line}" if line else str(path)
 
     def no_value(name: str) -> Json:
-        raise ConfigError(f"{place}: not JSON ({name} is no value of it).")
+        raise ConfigError(f"{place}: not valid JSON ({name} is not a JSON value).")
 
     try:
         found = json.loads(text, parse_constant=no_value)
@@ -244,10 +244,10 @@ def _json(text: str, path: Path, line: int | None = None) -> Json:
         where = error.pos if line else error.colno
         raise ConfigError(f"{path}, line {line or error.lineno}: not JSON ({error.msg}, character {where}).") from None
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{place}: not text ({error.object[error.start]!r} is half of a character).") from None
+        raise ConfigError(f"{place}: {error.object[error.start]!r} is an unpaired surrogate.") from None
     except (RecursionError, ValueError) as error:  # such as an integer of thousands of digits
         what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ConfigError(f"{place}: not JSON that can be read ({what}).") from None
+        raise ConfigError(f"{place}: JSON that cannot be read ({what}).") from None
     return found
 
 

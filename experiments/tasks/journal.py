@@ -60,8 +60,7 @@ class Journal:
                     file.write(text.encode() + b"\n")
             except OSError as error:
                 warnings.warn(
-                    f"answers are not kept for a run that is ended early: {self.path} cannot be written: "
-                    f"{error.strerror}.",
+                    f"answers are not saved, since {self.path} cannot be written: {error.strerror}.",
                     stacklevel=2,
                 )
                 self.path = None

@@ -87,7 +87,7 @@ class JsonLines(TaskSpec):
         templates = self._templates(file)
         items = [item for row in files.json_lines(file) for item in self._items(row, templates)]
         if not items:
-            raise ConfigError(f"{file} holds no question.")
+            raise ConfigError(f"{file} contains no question.")
         items = items[: setting.questions]
         contexts = len({item.context for item in items if item.question})
         kinds = Counter(item.about["metric"] for item in items)
@@ -111,7 +111,7 @@ class JsonLines(TaskSpec):
         form = next((each for fields, each in FORMS.items() if row.values.keys() >= set(fields)), None)
         if form is None:
             known = "; ".join(", ".join(fields) for fields in FORMS)
-            raise ConfigError(f"{row.place}: has {', '.join(row.values)}, which is no known form; known: {known}.")
+            raise ConfigError(f"{row.place}: unknown fields {', '.join(row.values)}; known formats: {known}.")
         with row.checked("a record of its form"):
             for item in form(row, templates):
                 about = dict(item.about) | ({"metric": self.metric} if self.metric else {})
@@ -167,7 +167,7 @@ def _longbench(row: Row, templates: Mapping[str, str]) -> Iterator[Item]:
     if dataset not in LONGBENCH:
         raise ConfigError(
             f"{row.place}: dataset {dataset!r} is not one of LongBench's English ones, {', '.join(LONGBENCH)}; others "
-            "need a segmenter that is not here."
+            "need a word segmenter, which kvjax does not include."
         )
     metric, asked = LONGBENCH[dataset], row.text("input")
     if dataset in templates:

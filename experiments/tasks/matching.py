@@ -156,7 +156,7 @@ def check(place: str, metric: str, references: Sequence[str], about: Mapping[str
     """
     blank = [not each.strip() for each in references]
     if all(blank) or (any(blank) and metric in HELD):
-        raise ConfigError(f"{place}: an answer is empty, so that whatever is written would be right; got {references}.")
+        raise ConfigError(f"{place}: an answer is empty, which every output would match; got {references}.")
     classes = about.get("all_classes")
     if metric == "classification" and not (
         classes and isinstance(classes, list) and all(isinstance(each, str) for each in classes)

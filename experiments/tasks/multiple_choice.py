@@ -107,14 +107,14 @@ def with_examples(task: str, folder: Path, shots: int) -> tuple[list[Question], 
     """
     questions = read(task, folder)
     if not questions:
-        raise ConfigError(f"{path_of(task, folder)} holds no question.")
+        raise ConfigError(f"{path_of(task, folder)} contains no question.")
     if shots and task in TRAINING:
         name, reader = TRAINING[task]
         examples = list(reader(path_of(task, folder, name)))
     else:
         examples, questions = questions[:shots], questions[shots:]
     if len(examples) < shots or not questions:
-        raise ConfigError(f"task {task}: {shots} shots are more than its files have examples for.")
+        raise ConfigError(f"task {task}: its files have fewer than {shots} examples; lower shots.")
     return examples[:shots], questions
 
 

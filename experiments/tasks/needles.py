@@ -104,9 +104,7 @@ class Needles(TaskSpec):
         encode = setting.tokenizer.encode
         room = length - len(encode(f" {fact}")) - len(encode(question, bos=False))
         if room < 1:
-            raise ConfigError(
-                f"task {self.task}: {length} tokens have no room for a fact and a question; raise lengths."
-            )
+            raise ConfigError(f"task {self.task}: a fact and a question do not fit in {length} tokens; raise lengths.")
         sentences = self._sentences(rng, room, setting, value)
         # The longest run of sentences that fits.
         sizes = np.cumsum([len(encode(f" {each}", bos=False)) for each in sentences])

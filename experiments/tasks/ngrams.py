@@ -90,8 +90,8 @@ def wordnet() -> Foreign:
             loader.ensure_loaded()
     except LookupError:
         raise ConfigError(
-            "METEOR compares synonyms, for which nltk needs WordNet; fetch it with `python -m nltk.downloader "
-            "wordnet`, or put nltk_data's corpora/wordnet.zip into the folder corpora of a folder that NLTK_DATA names."
+            "METEOR needs nltk's WordNet for synonyms; download it with `python -m nltk.downloader "
+            "wordnet`, or set NLTK_DATA to a folder that contains corpora/wordnet.zip of nltk_data."
         ) from None
     return loader
 
@@ -124,7 +124,7 @@ def library(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
-        raise ConfigError(f"{name.split('.')[0]} is not installed; `pip install 'kvjax[tasks]'` brings it.") from None
+        raise ConfigError(f"{name.split('.')[0]} is not installed; `pip install 'kvjax[tasks]'` installs it.") from None
 
 
 def _check(hypotheses: Sequence[object], references: Sequence[Any]) -> None:

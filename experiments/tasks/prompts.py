@@ -57,9 +57,9 @@ def make(
     lead = length - distance - len(before) - len(bos)
     if gap < 0 or lead < 0:
         raise NoRoom(
-            f"{task} of difficulty {difficulty} takes {len(before)} tokens up to the fact that is asked for and "
-            f"{len(after) + len(asked)} from there on; a prompt of {length} tokens with that fact {distance} from its "
-            "end has no room for them."
+            f"{task} of difficulty {difficulty} needs {len(before)} tokens up to the fact that is asked for and "
+            f"{len(after) + len(asked)} after it, which does not fit in a prompt of {length} tokens with this fact "
+            f"{distance} tokens before its end."
         )
     parts = [bos, filler(rng, lead), before, after, filler(rng, gap), asked]
     tokens = np.concatenate([np.asarray(part, np.int32) for part in parts])

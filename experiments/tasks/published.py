@@ -162,7 +162,7 @@ class Instructions(TaskSpec):
 
 
 def _about(text: str) -> str:
-    return text if ngrams.has_wordnet() else f"{text}; without METEOR, for which nltk has no WordNet here"
+    return text if ngrams.has_wordnet() else f"{text}; without METEOR, since nltk's WordNet is not installed"
 
 
 def against_references(items: Sequence[Item], answers: Sequence[Answer]) -> dict[str, float]:
@@ -190,7 +190,7 @@ def shortened(text: str, before: str, after: str, most: int | None, new_tokens: 
     left = setting.max_length - spare if most is None else min(most, setting.max_length - spare)
     if left < 1:
         raise ConfigError(
-            f"a question and an answer of {new_tokens} tokens leave no room for a text in the model's "
+            f"with a question and an answer of {new_tokens} tokens, no text fits in the model's "
             f"{setting.max_length} tokens; lower new_tokens."
         )
     ids = tokenizer.encode(text, bos=False)
@@ -222,7 +222,7 @@ def _first(read: Callable[[Path], Iterator], path: Path, count: int | None) -> l
     """All rows of a file are read, so that damage is found wherever it is."""
     found = list(read(path))[:count]
     if not found:
-        raise ConfigError(f"{path} holds no question.")
+        raise ConfigError(f"{path} contains no question.")
     return found
 
 

@@ -56,7 +56,7 @@ def _numbers(rng: np.random.Generator, count: int, digits: int) -> list[str]:
 def _pick(rng: np.random.Generator, items: tuple, count: int) -> list:
     """`count` different items."""
     if count > len(items):
-        raise ConfigError(f"a recall task wants {count} different words, but there are {len(items)}.")
+        raise ConfigError(f"a recall task needs {count} different words, but there are {len(items)}.")
     return [items[i] for i in rng.choice(len(items), count, replace=False)]
 
 

@@ -226,7 +226,7 @@ def _variables(rng: np.random.Generator, size: int) -> Made:
 def _largest(fits: Callable[[int], bool], task: str, length: int) -> int:
     """The largest size that fits, by doubling and bisection."""
     if not fits(1):
-        raise ConfigError(f"task {task}: {length} tokens have no room for its facts and its question; raise length.")
+        raise ConfigError(f"task {task}: its facts and its question do not fit in {length} tokens; raise length.")
     low, high = 1, 2
     while fits(high):
         low, high = high, 2 * high

@@ -55,7 +55,7 @@ def make_prompts(config: RecallConfig, model: Model, seed: int, words: Words = H
         return {}
     if tokenizer is None:
         raise ConfigError(
-            "recall tasks are text, and the model has no tokenizer; give --config.model.path=FOLDER, or "
+            "recall tasks need a tokenizer, and the model has none; give --config.model.path=FOLDER, or "
             "--config.recall.tasks=none."
         )
     return {

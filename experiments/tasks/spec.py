@@ -53,7 +53,7 @@ def room(task: str, new_tokens: int, setting: Setting) -> int:
     left = setting.max_length - new_tokens
     if left < 2:
         raise ConfigError(
-            f"task {task}: {new_tokens} new tokens leave no room for a question in the model's {setting.max_length} "
+            f"task {task}: with {new_tokens} new tokens, no question fits in the model's {setting.max_length} "
             "tokens; lower new_tokens."
         )
     return left
@@ -66,7 +66,7 @@ def folder_of(task: str, folder: Path | None) -> Path:
       ConfigError: it was not given, or there is none.
     """
     if folder is None:
-        raise ConfigError(f"task {task} reads published files; give their folder: --config.tasks.folder=FOLDER.")
+        raise ConfigError(f"task {task} reads published files; give their folder as --config.tasks.folder=FOLDER.")
     if not folder.is_dir():
-        raise ConfigError(f"tasks.folder={str(folder)!r} is no folder.")
+        raise ConfigError(f"tasks.folder={str(folder)!r} is not a folder.")
     return folder

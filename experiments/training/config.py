@@ -26,12 +26,12 @@ class DecoderShape:
     """A LLaMA-style decoder with tied embeddings.
 
     Attributes:
-    vocab_size: tokens of the vocabulary.
-    hidden_size: features of a token between layers.
-    num_layers: decoder layers.
-    num_heads: query heads of a layer.
-    num_kv_heads: KV heads of a layer.
-    mlp_size: features inside of an MLP.
+    vocab_size: the number of tokens of the vocabulary.
+    hidden_size: the number of features of a token between layers.
+    num_layers: the number of layers.
+    num_heads: the number of query heads of a layer.
+    num_kv_heads: the number of KV heads of a layer.
+    mlp_size: the number of features inside an MLP.
     """
 
     vocab_size: Count = 2048
@@ -45,17 +45,17 @@ class DecoderShape:
 @dataclasses.dataclass
 class MixtureConfig:
     """Attributes:
-    recall_fraction: share of every window that is facts, questions and answers.
-    answer_weight: weight of an answer's tokens in the loss, where those of a text have 1.
-    repeat_fraction: share of the windows that are nothing but a sequence of tokens over and over, by stage.
-    invented_fraction: share of the episodes whose wording is made up (`experiments.tasks.wording`), by stage.
-    wordy_fraction: share of these that put words between a name and its value; the others put symbols.
-    task_shares: how often each of recall.TASKS is drawn, in their order; of their sum.
-    story_fraction: share of the training text that is generated stories.
-    question_fraction: share of the training text that is generated passages with questions and answers.
-    layouts: in which lines the texts stand, see `experiments.training.layouts`; each text is there in all of them, and
-      held-out texts are scored in all.
-    common_words: the number of the texts' most frequent words that join the nouns of the tasks.
+    recall_fraction: the share of every window that consists of facts, questions and answers.
+    answer_weight: the weight of an answer's tokens in the loss, relative to those of a text.
+    repeat_fraction: the share of the windows that only repeat one sequence of tokens, by stage.
+    invented_fraction: the share of the episodes with random wording (`experiments.tasks.wording`), by stage.
+    wordy_fraction: the share of these episodes with words between a name and its value; the others have symbols.
+    task_shares: the relative frequencies of recall.TASKS, in their order.
+    story_fraction: the share of generated stories in the training text.
+    question_fraction: the share of generated passages with questions and answers in the training text.
+    layouts: how the texts are divided into lines (`experiments.training.layouts`); each text is included in all of
+      these layouts, and held-out texts are scored in all of them.
+    common_words: the number of the texts' most frequent words that tasks use in addition to their nouns.
     """
 
     recall_fraction: Number = 0.4
@@ -73,13 +73,13 @@ class MixtureConfig:
 @dataclasses.dataclass
 class OptimizerConfig:
     """Attributes:
-    learning_rate: of the projections, by Muon, in units of Adam's.
-    embedding_learning_rate: of embeddings and norms, by Adam.
-    warmup_steps: the rate rises linearly from 0 at a cycle's start.
-    cycle_ends: steps at which the rate has come down to 0 and rises anew (WSD-S, arXiv:2410.05192); the last cycle ends
-      with the run.
-    decay_steps: the rate falls linearly to 0 at a cycle's end, one number for each cycle; it is constant between.
-    weight_decay: of the projections.
+    learning_rate: the learning rate of the projections (Muon, in units of Adam's learning rate).
+    embedding_learning_rate: the learning rate of embeddings and norms (Adam).
+    warmup_steps: the number of steps at a cycle's start in which the rate rises linearly from 0.
+    cycle_ends: the steps at which a cycle ends and the rate rises again from 0 (WSD-S, arXiv:2410.05192); the last
+      cycle ends with the run.
+    decay_steps: the number of steps at each cycle's end in which the rate falls linearly to 0, one number per cycle.
+    weight_decay: the weight decay of the projections.
     clip: the largest global norm of a gradient.
     """
 
@@ -95,27 +95,27 @@ class OptimizerConfig:
 @dataclasses.dataclass
 class TrainConfig:
     """Attributes:
-    name: of the run.
-    texts: text files, or folders and patterns of them.
-    held_out: names among the texts that are for evaluation only.
+    name: the name of the run.
+    texts: text files, folders of text files or glob patterns.
+    held_out: the file names of texts that are used for evaluation only.
     decoder: see `DecoderShape`.
     mixture: see `MixtureConfig`.
     optimizer: see `OptimizerConfig`.
-    contexts: tokens of a window, stage by stage, the longest last. Heads that look things up form in time quadratic in
-      the context (arXiv:2511.01033): short ones first.
-    stage_ends: the step at which each stage but the last ends.
-    batch_tokens: tokens of a step.
-    steps: of the whole run.
-    schedule_steps: the length of a run that stage_ends and the optimizer's warmup_steps, cycle_ends and decay_steps are
-      for: where `steps` is another, they are longer or shorter in proportion. None = they are as they are given.
-    evaluate_every: steps between evaluations; the last is at the end.
-    checkpoint_every: steps between checkpoints.
-    log_every: steps between lines of the log.
-    start: a model of this shape, by whatever `kvjax.load` takes, whose weights and tokenizer the run begins with; "" =
-      random weights that hold an induction head, and a tokenizer trained on the texts.
-    new_layers: layers, counted from 0, that `start` does not have yet; they begin as the identity.
-    seed: of weights, windows and tasks.
-    output: the run's folder; a run that is there already goes on from its last checkpoint.
+    contexts: the number of tokens of a window in each stage, the longest last. Retrieval heads form in time quadratic
+      in the context (arXiv:2511.01033), so that short contexts come first.
+    stage_ends: the step at which each stage ends, except the last.
+    batch_tokens: the number of tokens of a step.
+    steps: the number of steps of the run.
+    schedule_steps: the number of steps that stage_ends and the optimizer's warmup_steps, cycle_ends and decay_steps
+      refer to; if `steps` differs, they are scaled in proportion. None = they are not scaled.
+    evaluate_every: the number of steps between evaluations; the last one is at the end.
+    checkpoint_every: the number of steps between checkpoints.
+    log_every: the number of steps between log lines.
+    start: a model of this shape, as for `kvjax.load`, whose weights and tokenizer the run starts from; "" = random
+      weights that include an induction head, and a tokenizer trained on the texts.
+    new_layers: the indices of layers, from 0, that `start` does not have; they are initialized as the identity.
+    seed: the random seed of weights, windows and tasks.
+    output: the folder of the run; a run that already exists there continues from its last checkpoint.
     """
 
     name: Text = "train"
@@ -148,13 +148,13 @@ def check(config: TrainConfig) -> None:
     by_stage = {name: getattr(config.mixture, name) for name in BY_STAGE}
     if len(ends) != len(contexts) - 1 or list(ends) != sorted(set(ends)):
         raise ConfigError(
-            f"contexts={contexts} are {len(contexts)} stages; they need {len(contexts) - 1} ascending stage_ends, not "
+            f"contexts={contexts} has {len(contexts)} stages, which need {len(contexts) - 1} ascending stage_ends, not "
             f"{ends}."
         )
     for name, shares in by_stage.items():
         if len(shares) != len(contexts):
             raise ConfigError(
-                f"contexts={contexts} are {len(contexts)} stages; give {len(contexts)} of mixture.{name}, not {shares}."
+                f"contexts={contexts} has {len(contexts)} stages; give {len(contexts)} of mixture.{name}, not {shares}."
             )
         if max(shares) > 1:
             raise ConfigError(f"mixture.{name}={shares} are shares; give numbers from 0 to 1.")
@@ -167,37 +167,37 @@ def check(config: TrainConfig) -> None:
         )
     if len(config.mixture.task_shares) != len(recall.TASKS) or not sum(config.mixture.task_shares):
         raise ConfigError(
-            f"mixture.task_shares={config.mixture.task_shares} must be {len(recall.TASKS)} numbers, not all 0: of "
+            f"mixture.task_shares={config.mixture.task_shares} must be {len(recall.TASKS)} numbers, not all 0, for "
             f"{', '.join(recall.TASKS)}."
         )
     cycles, decays = config.optimizer.cycle_ends, config.optimizer.decay_steps
     name, steps = ("schedule_steps", config.schedule_steps) if config.schedule_steps else ("steps", config.steps)
     if len(decays) != len(cycles) + 1 or list(cycles) != sorted({*cycles}) or (cycles and cycles[-1] >= steps):
         raise ConfigError(
-            f"optimizer.cycle_ends={cycles} must ascend to less than {name}={steps}, and optimizer.decay_steps="
-            f"{decays} be {len(cycles) + 1} numbers, one a cycle."
+            f"optimizer.cycle_ends={cycles} must ascend and be below {name}={steps}, and optimizer.decay_steps="
+            f"{decays} must be {len(cycles) + 1} numbers, one per cycle."
         )
     if unfit := [context for context in contexts if config.batch_tokens % context]:
         raise ConfigError(f"batch_tokens={config.batch_tokens} is not a multiple of a window's {unfit[0]} tokens.")
     if shape.vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(
-            f"decoder.vocab_size={shape.vocab_size} has no room for the 256 bytes and one special token; give at least "
+            f"decoder.vocab_size={shape.vocab_size} is too small for 256 bytes and a special token; give at least "
             f"{SMALLEST_VOCABULARY}."
         )
     if shape.hidden_size % (2 * shape.num_heads) or shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
             f"decoder.hidden_size={shape.hidden_size} must be an even multiple of decoder.num_heads={shape.num_heads}, "
-            f"and that one of decoder.num_kv_heads={shape.num_kv_heads}."
+            f"which must be a multiple of decoder.num_kv_heads={shape.num_kv_heads}."
         )
     new = config.new_layers
     if new and (not config.start or list(new) != sorted({*new}) or new[-1] >= shape.num_layers):
         raise ConfigError(
-            f"new_layers={new} are added to a start={config.start!r}; give that, and ascending numbers below "
+            f"new_layers={new} needs start, got {config.start!r}, and must be ascending numbers below "
             f"decoder.num_layers={shape.num_layers}."
         )
     if shape.num_layers < 2 or shape.num_heads < 4:
         raise ConfigError(
-            f"decoder.num_layers={shape.num_layers} and decoder.num_heads={shape.num_heads} leave no room for the "
+            f"decoder.num_layers={shape.num_layers} and decoder.num_heads={shape.num_heads} are too few for the "
             "induction head that training begins with; give at least 2 layers and 4 heads."
         )
 
@@ -260,7 +260,7 @@ def files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
         pattern = str(Path(name) / "*.txt") if Path(name).is_dir() else name
         matches = [path for path in map(Path, sorted(glob.glob(pattern, recursive=True))) if path.is_file()]
         if not matches:
-            raise ConfigError(f"texts={name!r} is no text file, folder of .txt files or pattern that matches any.")
+            raise ConfigError(f"texts={name!r} is not a text file, a folder of .txt files or a matching pattern.")
         found |= dict.fromkeys(matches)
     if not found:
         raise ConfigError("there is no text to train on; give --config.texts=FILE,FOLDER,...")
@@ -269,7 +269,7 @@ def files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
         raise ConfigError(f"held_out={missing[0]!r} is not among the texts: {', '.join(path.name for path in found)}.")
     training = [path for path in found if path not in held_out]
     if not training:
-        raise ConfigError(f"every text is held out ({', '.join(config.held_out)}); leave one to train on.")
+        raise ConfigError(f"every text is held out ({', '.join(config.held_out)}); leave at least one for training.")
     return training, held_out
 
 

@@ -118,4 +118,4 @@ def tokenized(path: Path, tokenizer: tokenizers.Tokenizer, layout: str = "wrappe
 
 def _check_length(name: str, ids: np.ndarray, config: TrainConfig) -> None:
     if ids.size <= config.contexts[-1]:
-        raise ConfigError(f"{name} has {ids.size} tokens, less than a window of {config.contexts[-1]}.")
+        raise ConfigError(f"{name} has {ids.size} tokens, fewer than a window of {config.contexts[-1]}.")

@@ -35,7 +35,7 @@ def initial_parameters(config: DecoderConfig, key: jax.Array) -> Any:
     """
     dim, width = config.head_dim, config.hidden_size
     if config.num_layers < 2 or config.rope is None or width <= 3 * dim:
-        raise ValueError(f"no room for an induction head in {config}")
+        raise ValueError(f"an induction head does not fit in {config}")
     params = jax.tree.map(np.array, random_parameters(config, key))
     for layer in range(config.num_layers):
         _make_identity(params[f"layer_{layer}"])

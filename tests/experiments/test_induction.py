@@ -29,5 +29,5 @@ def test_a_random_sequence_is_continued_from_its_first_repetition(period):
 
 def test_a_decoder_without_room_for_it_is_refused():
     config = dataclasses.replace(decoder_config(TrainConfig(), bos=0), num_layers=1, windows=())
-    with pytest.raises(ValueError, match="no room for an induction head"):
+    with pytest.raises(ValueError, match="an induction head does not fit"):
         initial_parameters(config, jax.random.key(0))

@@ -73,7 +73,7 @@ def test_meteor_counts_stems_and_synonyms(nltk_data):
 
 def test_meteor_without_wordnet(nltk_data):
     nltk_data.rmdir()
-    with pytest.raises(ConfigError, match="nltk needs WordNet"):
+    with pytest.raises(ConfigError, match="METEOR needs nltk's WordNet"):
         ngrams.text_scores(["a"], ["a"], meteor=True)
 
 

@@ -37,9 +37,9 @@ def test_points_of_a_selection_and_a_policy(tmp_path, capsys):
         ("--methods=mine", "unknown method 'mine'; known methods: infinigen"),
         ("--shares=0,0.5", "fractions in"),
         ("--shares=few", "could not convert"),
-        ("--input=nowhere.json", "is not a file of --output"),
+        ("--input=nowhere.json", "was not written by --output"),
         ("--methods=infinigen_skewed", "needs --skew=FILE"),
-        ("--text_prompt=1024", "leaves nothing to score of the model's 1024 positions"),
+        ("--text_prompt=1024", "leaves nothing to score within the model's 1024 positions"),
     ],
 )
 def test_wrong_flags_are_refused(flag, match):

@@ -127,7 +127,7 @@ def test_facts_without_room_are_refused():
             filler=fill, bos=[],
         )  # fmt: skip
 
-    with pytest.raises(prompts.NoRoom, match="of 100 tokens with that fact 90 from its end"):
+    with pytest.raises(prompts.NoRoom, match="of 100 tokens with this fact 90 tokens before its end"):
         make("multi_key")
 
 

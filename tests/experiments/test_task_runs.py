@@ -146,7 +146,7 @@ def test_tasks_are_checked_before_a_model_is_loaded(config, monkeypatch):
         with pytest.raises(ConfigError, match=message):
             run.run(config)
     config.tasks.names, config.tasks.questions = ("copa",), 0
-    with pytest.raises(ConfigError, match="asks nothing"):
+    with pytest.raises(ConfigError, match="must be at least 1, or none for all questions"):
         run.run(config)
 
 

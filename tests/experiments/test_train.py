@@ -168,12 +168,12 @@ def test_a_run_goes_on_only_under_the_settings_that_led_to_it(config):
     config.optimizer.decay_steps = (1,)
     train.train(config, progress=False)
     other = fields.override(config, "optimizer.learning_rate", 1e-3)
-    with pytest.raises(ConfigError, match="holds a run at step 4 whose optimizer differ"):
+    with pytest.raises(ConfigError, match="contains a run at step 4 with different optimizer"):
         train.train(other, progress=False)
     # The decay had begun: a longer plateau would have led elsewhere.
-    with pytest.raises(ConfigError, match="whose decays differ"):
+    with pytest.raises(ConfigError, match="with different decays"):
         train.train(fields.override(config, "steps", 8), progress=False)
-    with pytest.raises(ConfigError, match="schedule_steps=none the schedule does not follow steps"):
+    with pytest.raises(ConfigError, match="schedule_steps=none the schedule is not scaled to steps"):
         train.train(dataclasses.replace(config, steps=8, schedule_steps=4), progress=False)
 
 
@@ -222,7 +222,7 @@ def test_a_schedule_follows_the_number_of_steps(config):
         assert all(0 <= float(schedule(shorter, 1.0)(step)) <= 1 for step in range(steps))
     # A config's own check is that of the run that it describes.
     training.check(fields.override(config, "steps", 3))
-    with pytest.raises(ConfigError, match="must ascend to less than schedule_steps=8"):
+    with pytest.raises(ConfigError, match="must ascend and be below schedule_steps=8"):
         training.check(fields.override(config, "schedule_steps", 8))
 
 
@@ -236,25 +236,25 @@ def test_configs_are_scaled_from_their_own_length():
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("texts", ("nowhere/*.txt",), "texts='nowhere/.*' is no text file"),
+        ("texts", ("nowhere/*.txt",), "texts='nowhere/.*' is not a text file"),
         ("texts", (), "there is no text to train on"),
         ("held_out", ("four",), "held_out='four' is not among the texts: one.txt, three.txt, two.txt"),
         ("batch_tokens", 500, "batch_tokens=500 is not a multiple of a window's 32 tokens"),
-        ("stage_ends", (), "are 2 stages; they need 1 ascending stage_ends"),
-        ("stage_ends", (5, 9), "are 2 stages; they need 1 ascending stage_ends"),
+        ("stage_ends", (), "has 2 stages, which need 1 ascending stage_ends"),
+        ("stage_ends", (5, 9), "has 2 stages, which need 1 ascending stage_ends"),
         ("contexts", (64, 32), r"contexts=\(64, 32\) must ascend from at least 16"),
         ("mixture.repeat_fraction", (1.5, 0.0), "are shares; give numbers from 0 to 1"),
         (
             "optimizer.decay_steps",
             (4, 4),
-            "must ascend to less than steps=.*, and optimizer.decay_steps=.* be 1 numbers",
+            "must ascend and be below steps=.*, and optimizer.decay_steps=.* must be 1 numbers",
         ),
-        ("mixture.invented_fraction", (0.5,), "are 2 stages; give 2 of mixture.invented_fraction"),
-        ("mixture.task_shares", (1.0, 2.0), "must be 5 numbers, not all 0: of passkey, multi_key, associative"),
-        ("decoder.num_kv_heads", 3, "decoder.num_heads=4, and that one of decoder.num_kv_heads=3"),
-        ("decoder.num_layers", 1, "leave no room for the induction head"),
+        ("mixture.invented_fraction", (0.5,), "has 2 stages; give 2 of mixture.invented_fraction"),
+        ("mixture.task_shares", (1.0, 2.0), "must be 5 numbers, not all 0, for passkey, multi_key, associative"),
+        ("decoder.num_kv_heads", 3, "decoder.num_heads=4, which must be a multiple of decoder.num_kv_heads=3"),
+        ("decoder.num_layers", 1, "are too few for the induction head"),
         ("output", "/dev/null/run", "output='/dev/null/run' cannot be written"),
-        ("decoder.vocab_size", 200, "decoder.vocab_size=200 has no room"),
+        ("decoder.vocab_size", 200, "decoder.vocab_size=200 is too small"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(config, path, value, message):
@@ -266,7 +266,7 @@ def test_settings_that_cannot_work_are_refused(config, path, value, message):
 def test_a_text_shorter_than_a_window_is_refused(config, texts, tmp_path, short):
     for path in texts.iterdir():
         (tmp_path / path.name).write_text(path.read_text() if path.stem != short else "A few words.")
-    with pytest.raises(ConfigError, match=rf"{short}\.txt has [0-9]+ tokens, less than a window of 64"):
+    with pytest.raises(ConfigError, match=rf"{short}\.txt has [0-9]+ tokens, fewer than a window of 64"):
         train.train(fields.override(config, "texts", (str(tmp_path),)), progress=False)
 
 
@@ -331,7 +331,7 @@ def test_a_card_says_what_was_trained(config, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("start", "new"), [("", (1,)), ("kvjax-tiny", (9,)), ("kvjax-tiny", (2, 1))])
 def test_new_layers_that_cannot_be_are_refused(config, start, new):
     config.start, config.new_layers = start, new
-    with pytest.raises(ConfigError, match=r"new_layers=\(.*\) are added to a start=.*ascending numbers below"):
+    with pytest.raises(ConfigError, match=r"new_layers=\(.*\) needs start, got .*ascending numbers below"):
         train.train(config, progress=False)
 
 
@@ -344,7 +344,7 @@ def test_a_start_of_another_shape_is_refused(config):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--run=nowhere", "--output=x"], "nowhere is no finished run"),
+        (["--run=nowhere", "--output=x"], "nowhere is not a finished run"),
         (["--run=nowhere"], "give --run=FOLDER and --output=FOLDER"),
         (["--ran=nowhere"], "known flags: .*--license, --output, --run, --help"),
     ],

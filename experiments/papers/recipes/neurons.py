@@ -153,7 +153,7 @@ def _check(model: Model) -> None:
     if model.config.num_experts:
         raise ConfigError("neurons are counted in dense MLPs; this model routes tokens to experts.")
     if any(is_quantized(leaf) for leaf in jax.tree.leaves(model.params, is_leaf=is_quantized)):
-        raise ConfigError("neurons are counted on exact weights; leave out --config.model.weights.")
+        raise ConfigError("neurons are counted with exact weights only; omit --config.model.weights.")
 
 
 def _perplexity(model: Model, tokens: np.ndarray) -> float:

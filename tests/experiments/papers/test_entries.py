@@ -70,7 +70,7 @@ def test_sizes_and_products_of_a_model():
     assert paper.scale_of(large, None, fast=False) == paper.scale_of(None, None, fast=False) == HALF
     assert paper.scale_of(large, "full", fast=False) == FULL
     assert paper.scale_of(large, "trial", fast=True) == paper.scale_of(small, None, fast=True) == FAST
-    with pytest.raises(ConfigError, match="--fast is --sizes=trial, but --sizes=full was given"):
+    with pytest.raises(ConfigError, match="--fast means --sizes=trial, but --sizes=full was given"):
         paper.scale_of(small, "full", fast=True)
     assert paper.form_of(small) == "fixed"
     assert paper.form_of(large) == ("native" if native.load() is None else "fixed")

@@ -158,11 +158,11 @@ def test_an_entry_that_fails_is_alone(entries, tmp_path, capsys):
     broken = dataclasses.replace(entries["h2o_fig1"], parts=lambda settings: ["no part"])
     entries["h2o_fig1"] = broken
     assert runner.run(["all"], settings(), tmp_path, progress=False) == ["h2o_fig1"]
-    assert "h2o_fig1 FAILED: an entry asks for 'no part'" in capsys.readouterr().err
+    assert "h2o_fig1 FAILED: an entry needs 'no part'" in capsys.readouterr().err
     assert (tmp_path / "roco_fig1.md").is_file()
 
 
-@pytest.mark.filterwarnings("ignore:a measurement is not kept:UserWarning")
+@pytest.mark.filterwarnings("ignore:a measurement is not saved:UserWarning")
 def test_a_full_disk_loses_no_entry(entries, tmp_path, monkeypatch, capsys):
     """Reports go elsewhere; measurements are those of this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -189,7 +189,7 @@ def test_errors_of_names_and_texts(entries, tmp_path, monkeypatch):
     assert [each.name for each in runner.entries_of(["roco_fig1", "h2o"])] == ["h2o_fig1", "roco_fig1"]
     monkeypatch.setenv("KVJAX_SHARED", str(tmp_path))
     assert find_data(None) is None
-    with pytest.raises(ConfigError, match=r"the texts are not there: .*--data=FOLDER"):
+    with pytest.raises(ConfigError, match=r"the texts were not found: .*--data=FOLDER"):
         find_data(str(tmp_path))
     with pytest.raises(ConfigError, match=r"there is no file .*great_expectations"):
         Settings(ModelConfig(), tmp_path).file("book")
@@ -216,7 +216,7 @@ def test_an_entry_without_texts(tmp_path):
     command = [sys.executable, "-m", "experiments.paper", "h2o_fig3", "--fast", f"--output={tmp_path / 'out'}"]
     environment = os.environ | {"KVJAX_SHARED": str(tmp_path / "absent")}
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert "the papers' texts are not here" in shown and "gutenberg.org" in shown
+    assert "the papers' texts were found neither in" in shown and "gutenberg.org" in shown
     assert "Note: of generated stories" in shown
     assert "Of generated stories" in (tmp_path / "out" / "README.md").read_text()
 
