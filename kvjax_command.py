@@ -36,22 +36,22 @@ class Command(NamedTuple):
 COMMANDS = {
     "Experiments": {
         "demo": Command("experiments.run", "seven caches on kvjax-tiny, in a minute or two", ("--config=demo_tiny",)),
-        "run": Command("experiments.run", "compare a cache with others on one model and one text; write a report"),
-        "sweep": Command("experiments.sweep", "run every combination of some fields' values, and what is missing"),
+        "run": Command("experiments.run", "compare caches on one model and one text, and write a report"),
+        "sweep": Command("experiments.sweep", "run every combination of the values of some fields"),
         "leaderboard": Command("experiments.leaderboard", "compare many caches, with intervals and ranks"),
         "paper": Command("experiments.paper", "measure tables and figures of H2O, RoCo and InfiniGen by name"),
-        "read-fraction": Command("experiments.read_fraction", "recall against the share of slots that are read"),
+        "read-fraction": Command("experiments.read_fraction", "measure recall by the share of slots that are read"),
         "train": Command("experiments.train", "train a small decoder, and export it as a Hugging Face folder"),
-        "card": Command("experiments.card", "score a model that was trained, and write its card"),
+        "card": Command("experiments.card", "score a trained model, and write its model card"),
     },
     "Speed and memory": {
-        "bench": Command("experiments.bench", "measure speed and memory beside other libraries"),
+        "bench": Command("experiments.bench", "measure speed and memory, and compare with other libraries"),
         "plan": Command(
             "experiments.run",
             "compile a config for a TPU that you do not have: bytes, FLOPs, tokens/s",
             requires=("--topology", "v5e:2x4"),
         ),
-        "capacity": Command("experiments.capacity", "find the largest batch that fits, and what its tokens cost"),
+        "capacity": Command("experiments.capacity", "find the largest batch that fits, and the cost of its tokens"),
     },
     "Texts": {
         "serve": Command("kvjax.serve", "serve a model over HTTP with OpenAI's API"),
@@ -60,8 +60,8 @@ COMMANDS = {
         "lm-eval-tasks": Command("experiments.lm_eval_tasks", "write tasks for lm-evaluation-harness from local files"),
     },
     "Preparation": {
-        "calibrate": Command("experiments.calibrate", "make the file that a storage with a calibration needs"),
-        "skew": Command("experiments.skew", "make the file that InfiniGen's selection needs"),
+        "calibrate": Command("experiments.calibrate", "compute the calibration file that some storages need"),
+        "skew": Command("experiments.skew", "compute the skew file for InfiniGen's selection"),
     },
 }
 ALL = {name: command for group in COMMANDS.values() for name, command in group.items()}
@@ -113,7 +113,7 @@ def _not_installed(command: Command) -> str | None:
     except ImportError as error:
         return f"{error}"
     if found is None or Path(found).resolve().parent != FOLDER / package:
-        return f"another package of the name {package} comes first: {found}. Take its folder off PYTHONPATH."
+        return f"another package of the name {package} comes first: {found}. Remove its folder from PYTHONPATH."
     return None
 
 

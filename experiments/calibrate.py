@@ -1,11 +1,11 @@
-"""Makes the calibration of a storage from a sample text, trains it if asked to, and saves it.
+"""Computes the calibration of a storage from a sample text, optionally trains it, and saves it.
 
 python -m experiments.calibrate --model=kvjax-tiny --storage='low_rank(key_rank=32, value_rank=48)' --steps=50 \\
   --output=results/kvjax-tiny-low-rank.safetensors
 python -m experiments.run --config=matryoshka_tiny --config.model.calibration=results/kvjax-tiny-low-rank.safetensors
 
-Training lowers the loss of the sample, whose rows go in in blocks, so that every token reads older ones as the storage
-holds them (MatryoshkaKV, arXiv:2410.14731; CSKV, arXiv:2409.10593). Directions need not stay orthogonal.
+Training minimizes the loss on the sample. Its rows are run in blocks, so that every token reads older tokens as the
+storage stores them (MatryoshkaKV, arXiv:2410.14731; CSKV, arXiv:2409.10593). Directions need not stay orthogonal.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ RATE = 1e-3  # of Adam
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("model", None, "a checkpoint folder or a hub id", flag_values=values)
-    flags.DEFINE_string("storage", None, "what needs a calibration, such as low_rank(key_rank=32, value_rank=32)",
+    flags.DEFINE_string("storage", None, "a storage that is calibrated, such as low_rank(key_rank=32, value_rank=32)",
                         flag_values=values)  # fmt: skip
-    flags.DEFINE_string("text", None, "the sample, a text file; a story is generated without one", flag_values=values)
-    flags.DEFINE_integer("rows", ROWS, "rows of the sample", lower_bound=1, flag_values=values)
-    flags.DEFINE_integer("tokens", TOKENS, "tokens of a row", lower_bound=2, flag_values=values)
-    flags.DEFINE_integer("steps", 0, "steps of training", lower_bound=0, flag_values=values)
+    flags.DEFINE_string("text", None, "text file of the sample; default: a generated story", flag_values=values)
+    flags.DEFINE_integer("rows", ROWS, "number of rows of the sample", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("tokens", TOKENS, "number of tokens of a row", lower_bound=2, flag_values=values)
+    flags.DEFINE_integer("steps", 0, "number of training steps", lower_bound=0, flag_values=values)
     flags.DEFINE_float("rate", RATE, "learning rate of Adam", lower_bound=0.0, flag_values=values)
-    flags.DEFINE_string("dtype", None, "of the weights", flag_values=values)
+    flags.DEFINE_string("dtype", None, "dtype of the weights", flag_values=values)
     flags.DEFINE_string("output", None, "the file to write", flag_values=values)
 
 

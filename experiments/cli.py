@@ -141,7 +141,7 @@ def parse_flags(
 
 def define_compilation_cache(values: flags.FlagValues) -> None:
     """Adds the flag that `prepare_programs` reads."""
-    about = "folder in which compiled programs are kept, or none; else $JAX_COMPILATION_CACHE_DIR, or the user's cache"
+    about = "folder for compiled programs, or none; default: $JAX_COMPILATION_CACHE_DIR, or the user's cache folder"
     flags.DEFINE_string(CACHE_FLAG, None, about, flag_values=values)
 
 
@@ -161,18 +161,18 @@ def prepare_programs(values: flags.FlagValues) -> None:
     elif given.strip().lower() in ("none", ""):
         host.keep_programs(False)
     elif not host.keep_programs(given):
-        raise ConfigError(f"--{CACHE_FLAG}={given!r} cannot be written: give a folder of your own, or none.")
+        raise ConfigError(f"--{CACHE_FLAG}={given!r} cannot be written; give a folder of your own, or none.")
     products.await_native()
 
 
 def define_processes(values: flags.FlagValues) -> None:
     """Adds the flags that `start_processes` reads."""
-    about = "join the processes that SLURM, a Cloud TPU slice, Open MPI or Kubernetes has started with this command"
+    about = "join the processes that SLURM, a Cloud TPU slice, Open MPI or Kubernetes started with this command"
     flags.DEFINE_bool(DISTRIBUTED, False, about, flag_values=values)
-    about = "HOST:PORT of the first of several processes, where the environment does not say it"
+    about = "HOST:PORT of the first of several processes, if the environment does not set it"
     flags.DEFINE_string(COORDINATOR, None, about, flag_values=values)
-    flags.DEFINE_integer(COUNT, None, "number of processes, likewise", flag_values=values)
-    flags.DEFINE_integer(NUMBER, None, "number of this process, from 0, likewise", flag_values=values)
+    flags.DEFINE_integer(COUNT, None, "number of processes, if the environment does not set it", flag_values=values)
+    flags.DEFINE_integer(NUMBER, None, "index of this process from 0, likewise", flag_values=values)
 
 
 def start_processes(values: flags.FlagValues) -> None:

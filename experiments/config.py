@@ -24,7 +24,7 @@ class ModelConfig:
     calibration: a file that `experiments.calibrate` wrote, for storages that need one; none = the calibration is made
       from a generated story.
     host_weights: the share of the layers whose weights are in host memory, from 0 to 1.
-    weights: the codes to quantise the projections to, such as int8, int4 or int4(group=128, head=true); stored = keep
+    weights: the codes to quantize the projections to, such as int8, int4 or int4(group=128, head=true); stored = keep
       the codes of the checkpoint; none = exact weights.
     """
 

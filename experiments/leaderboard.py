@@ -2,12 +2,12 @@
 
     python -m experiments.leaderboard --config=leaderboard_smollm2 --config.texts=ONE.txt,OTHER.txt
 
-Results are JSON files in OUTPUT/NAME-sweep/, a file for each cache, budget and text; called again, it runs what is
-missing or failed, and everything with --rerun. Several workers may be given the same command: each result is computed
-by one of them. The page, leaderboard.md, its plots and leaderboard.json are written to OUTPUT/NAME/; the JSON file has
-the scores of every row and of every question, and each cell's command.
+Results are JSON files in OUTPUT/NAME-sweep/, one for each cache, budget and text. The same command, run again, measures
+what is missing or failed, or everything with --rerun. Several workers may run the same command: each result is computed
+by one of them. The page leaderboard.md, its plots and leaderboard.json are written to OUTPUT/NAME/; the JSON file has
+the scores of every row and question, and the command of each cell.
 
---add=mine.py:loudest adds a policy of your own. --page writes the page of a leaderboard.json again, and runs nothing.
+--add=mine.py:loudest adds a policy of your own. --page only writes the page of an existing leaderboard.json.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from experiments.leaderboards.config import LeaderboardConfig
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_multi_string("add", [], "a cache of your own, as in mine.py:loudest", flag_values=values)
-    flags.DEFINE_string("page", None, "write the page of this leaderboard.json, and run nothing", flag_values=values)
-    flags.DEFINE_bool("rerun", False, "run what there is a result of too", flag_values=values)
+    flags.DEFINE_multi_string("add", [], "a policy of your own, such as mine.py:loudest", flag_values=values)
+    flags.DEFINE_string("page", None, "only write the page of this leaderboard.json", flag_values=values)
+    flags.DEFINE_bool("rerun", False, "also run what already has a result", flag_values=values)
 
 
 def main(argv: Sequence[str]) -> int:

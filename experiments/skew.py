@@ -1,4 +1,4 @@
-"""Finds the skew of a model from a sample text and saves it, for selections that guess (`kvjax.models.skew`).
+"""Finds the skew of a model from a sample text and saves it, for selections that guess the query (`kvjax.models.skew`).
 
 python -m experiments.skew --model=kvjax-tiny --text=FILE.txt --output=results/kvjax-tiny-skew.safetensors
 python -m experiments.run --config=infinigen_tiny --config.model.skew=results/kvjax-tiny-skew.safetensors
@@ -16,9 +16,9 @@ TOKENS = 2048  # of the sample; no longer than the model's context
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("model", None, "a checkpoint folder or a hub id", flag_values=values)
-    flags.DEFINE_string("text", None, "the sample, a text file", flag_values=values)
-    flags.DEFINE_integer("tokens", TOKENS, "tokens of the sample", lower_bound=2, flag_values=values)
-    flags.DEFINE_string("dtype", None, "of the weights", flag_values=values)
+    flags.DEFINE_string("text", None, "text file of the sample", flag_values=values)
+    flags.DEFINE_integer("tokens", TOKENS, "number of tokens of the sample", lower_bound=2, flag_values=values)
+    flags.DEFINE_string("dtype", None, "dtype of the weights", flag_values=values)
     flags.DEFINE_string("output", None, "the file to write", flag_values=values)
 
 

@@ -1,10 +1,11 @@
-"""Trains a small decoder on text files, with recall tasks hidden in them, and exports it as a Hugging Face folder.
+"""Trains a small decoder on text files that recall tasks are inserted into, and exports it as a Hugging Face folder.
 
     python -m experiments.train --config=train_nano --config.texts=FILE,FOLDER,... [--config.FIELD=VALUE ...]
 
 Writes one folder: config.json, metrics.jsonl (loss and held-out scores by step), checkpoints/ (Orbax), tokenizer.json,
-and at the end model/. Started again with the same settings it goes on from its last checkpoint, exactly. Data-parallel
-over all devices, of all processes (docs/clusters.md). --writers=tensorboard,wandb also gives metrics to these.
+and finally model/. The same command, run again, continues exactly from the last checkpoint. Training is data-parallel
+over all devices of all processes (docs/clusters.md). --writers=tensorboard,wandb also sends the metrics to TensorBoard
+and Weights & Biases.
 """
 
 import shlex
@@ -27,4 +28,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.main(main, interrupted="the same command goes on from the last checkpoint.")
+    cli.main(main, interrupted="run the same command again to continue from the last checkpoint.")

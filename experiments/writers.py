@@ -93,7 +93,7 @@ WRITERS: dict[str, tuple[str, str, Any]] = {
 
 def define(values: flags.FlagValues) -> None:
     """Adds the flag that `selected` reads."""
-    about = f"where metrics go beside metrics.jsonl ({', '.join(WRITERS)}), with commas between them"
+    about = f"comma-separated writers of metrics in addition to metrics.jsonl, of {', '.join(WRITERS)}"
     flags.DEFINE_list(FLAG, [], about, flag_values=values)
 
 

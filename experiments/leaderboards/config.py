@@ -12,19 +12,19 @@ from experiments.fields import Kernels, Names, Numbers, Text, Whole
 @dataclasses.dataclass
 class LeaderboardConfig:
     """Attributes:
-    name: names the results.
-    model: what runs.
-    caches: as text, ``h2o`` or ``full + int8 + quest(page=16, budget={tokens})``. A policy gets each of `budgets`, and
-      so do ``{share}`` and ``{tokens}`` in a text: that share, and that share of the prompt in whole pages of 16
-      tokens.
+    name: the name of the results.
+    model: the model that runs.
+    caches: such as ``h2o`` or ``full + int8 + quest(page=16, budget={tokens})``. A policy is run with each budget;
+      ``{share}`` is replaced by the budget, and ``{tokens}`` by that share of the prompt in tokens, in whole pages of
+      16.
     unlimited: caches without a budget, such as ``full + int4``; each is measured once.
     budgets: shares of the prompt.
-    texts: text files, each of which is scored by itself; none = a text that the project generates.
-    data: the sizes of a text.
-    tasks: what is asked.
+    texts: text files, each scored separately; none = a generated text.
+    data: the sizes of each text.
+    tasks: the tasks.
     implementation: as in `experiments.config.ExperimentConfig`.
-    repeats: how often the steps of the first text are timed, beside the full cache's in the same process; 0 = never.
-    seed: likewise.
+    repeats: how often the steps of the first text are timed, with those of the full cache in turn; 0 = never.
+    seed: the seed of random weights, of the generated text and of generated tasks.
     output: the folder of results.
     """
 

@@ -39,7 +39,7 @@ def calibration_sample(model: Model, rows: int, width: int) -> np.ndarray:
     """[rows, width] int32 tokens of a generated story that is no other text of an experiment."""
     ids = encode(model, generated_text(rows * width * LONGEST_TOKEN, CALIBRATION_SEED))[: rows * width]
     if ids.size < rows * width:
-        raise InputError(f"a story of {rows * width} tokens is too short by {rows * width - ids.size}.")
+        raise InputError(f"the generated story has {ids.size} tokens, but {rows * width} are needed.")
     return ids.reshape(rows, width)
 
 
@@ -78,7 +78,7 @@ def load(config: DataConfig, model: Model, seed: int) -> tuple[np.ndarray, int, 
     bos = opening(model)
     if config.prompt is not None:
         if config.text is not None:
-            raise ConfigError("data.text and data.prompt were both given; give one of them.")
+            raise ConfigError("data.text and data.prompt were both given; give only one of them.")
         if not config.prompt:
             raise InputError("data.prompt is empty; give at least one token.")
         ids = np.asarray([*bos, *encode(model, config.prompt)], np.int32)

@@ -61,7 +61,7 @@ def check_unchanged(config: ExperimentConfig, found: Mapping[str, str]) -> None:
       ConfigError: the config's `contents` are others now.
     """
     if changed := {name for name, _ in found.items() ^ contents(config).items()}:
-        raise ConfigError(f"{', '.join(sorted(changed))} changed after this began; the same command runs it again.")
+        raise ConfigError(f"{', '.join(sorted(changed))} changed after this began; run the same command again.")
 
 
 def _digests(paths: Iterable[Path]) -> dict[str, str]:

@@ -183,8 +183,8 @@ def test_the_name_of_what_cannot_be_built():
 def test_a_baseline_that_cannot_take_the_budget_is_named():
     config = fields.override(configs.by_name("h2o_tiny"), "policy.budget", 2)
     for text, message in (
-        ("h2o + int9", r"'int9' is no storage and no selection; did you mean 'int\d'\?"),
-        ("h2o + zzz", r"'zzz' is no storage and no selection; there are bfp, .*quest"),
+        ("h2o + int9", r"'int9' is not a storage or a selection; did you mean 'int\d'\?"),
+        ("h2o + zzz", r"'zzz' is not a storage or a selection; there are bfp, .*quest"),
         ("h2o + int8 + fp8", r"has two parts that are a storage; give one of each"),
     ):
         with pytest.raises(ConfigError, match=message):

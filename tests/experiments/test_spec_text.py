@@ -108,9 +108,9 @@ def test_one_slot_is_not_the_whole_prompt():
         ("policy", "h3o", "unknown policy 'h3o'; did you mean 'h2o'.*combinators: adakv"),
         ("policy", "h2o(", "is not a policy's name, a call such as h2o_decay"),
         ("policy", "h2o.roco", "h2o.roco is not the name of a policy"),
-        ("policy", "value_norm(h2o + roco)", "h2o \\+ roco is no number, name or policy"),
-        ("policy", "h2o(**x)", "has no meaning here"),
-        ("policy", "h2o(merge=d2o(**x))", "has no meaning here"),
+        ("policy", "value_norm(h2o + roco)", "h2o \\+ roco is not a number, a name or a policy"),
+        ("policy", "h2o(**x)", "is not supported here"),
+        ("policy", "h2o(merge=d2o(**x))", "is not supported here"),
         ("policy", "h2o(recnt=2)", "it accepts budget, recent"),
         ("policy", "h2o(merge=d3o())", "did you mean 'd2o'.*merges: anchors, cam"),
         ("policy", "d2o", "unknown policy 'd2o'"),
@@ -299,7 +299,7 @@ def test_what_is_imported_inside_of_functions_is_loaded_too(tmp_path, monkeypatc
         (tmp_path / "one" / "late_module.py").write_text("X = 22")
         assert user_files.load(mine).get() == 1 and user_files.digests(mine) == before
     assert user_files.load(mine).get() == 22
-    with pytest.raises(ConfigError, match=r"two modules late_module, one of them inside of a function"):
+    with pytest.raises(ConfigError, match=r"two modules named late_module, one inside a function"):
         user_files.load(tmp_path / "two" / "mine.py")
 
 
@@ -315,7 +315,7 @@ def test_files_that_cannot_be_imported_as_they_are_named(tmp_path, monkeypatch):
         "path.write_text(path.read_text() + '#')\n"
     )
     (tmp_path / "written.py").write_text("#")
-    with pytest.raises(ConfigError, match="changes whenever it is loaded"):
+    with pytest.raises(ConfigError, match="changes each time it is loaded"):
         user_files.load(tmp_path / "writes.py")
 
 
