@@ -134,8 +134,8 @@ class DecoderConfig:
             )
         if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
             raise ConfigError(
-                f"experts_per_token is {self.experts_per_token} of {self.num_experts} experts; a token goes through 1 "
-                f"to {self.num_experts} of them."
+                f"experts_per_token is {self.experts_per_token} of {self.num_experts} experts; it must be from 1 to "
+                f"{self.num_experts}."
             )
         if self.num_experts and (self.mlp_bias or not self.gated_mlp):
             raise ConfigError("routed experts are gated MLPs without biases; leave out mlp_bias and gated_mlp=False.")

@@ -268,8 +268,8 @@ def load_calibration(path: str | Path) -> Calibration:
         said = about.pop("hash")
         if (own := _hash(tensors, about)) != said:
             raise StorageError(
-                f"calibration {path} is damaged or was changed: its arrays and its header have the hash {own}, but it "
-                f"says {said}; make it again with kvjax.calibrate."
+                f"calibration {path} is damaged or was changed: its arrays and its header have the hash {own}, but the "
+                f"stored hash is {said}; make it again with kvjax.calibrate."
             )
         if reason := _not_finite(tensors):
             raise StorageError(f"calibration {path} is not finite: {reason}; make it again with kvjax.calibrate.")

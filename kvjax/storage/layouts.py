@@ -274,7 +274,7 @@ class Pairs(Layout):
         """
         start = layers // 2 if self.start is None else self.start
         if start >= layers:
-            raise StorageError(f"pairs: start={start} is no layer of this model; give one from 0 to {layers - 1}.")
+            raise StorageError(f"pairs: start={start} is not a layer of this model; give one from 0 to {layers - 1}.")
         if layer < start or layer >= layers - (layers - start) % 2:
             return None
         return UPPER if (layer - start) % 2 else LOWER

@@ -226,7 +226,7 @@ def test_what_is_not_valid(build, match):
 @pytest.mark.parametrize(
     ("policy", "held", "options", "match"),
     [
-        (policies.full(), storage.minicache(2), {}, "start=2 is no layer of this model; give one from 0 to 1"),
+        (policies.full(), storage.minicache(2), {}, "start=2 is not a layer of this model; give one from 0 to 1"),
         (policies.h2o(6), storage.minicache(0), {}, "it evicts tokens of one layer while decoding"),
         (policies.window(6, merge=policies.d2o()), storage.minicache(0), {}, "leave out merge"),
         (policies.snapkv(6, window=2), storage.minicache(0), {}, "under the policy snapkv each keeps its own"),

@@ -50,11 +50,11 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int, layers: 
     if selection.whole_text:
         if sizes.following:
             raise PolicyError(
-                f"policy {name}: it looks at all queries of a text, later ones too, so that no token can follow the "
-                "prompt; score whole texts, with prompt_length their length."
+                f"policy {name}: it uses all queries of a text, later ones included, so that nothing can be generated; "
+                "score whole texts, with prompt_length equal to their length."
             )
         if sizes.block is not None:
-            raise PolicyError(f"policy {name}: it looks at all of a text at once; leave out prefill_block.")
+            raise PolicyError(f"policy {name}: it needs the whole text at once; leave out prefill_block.")
     summarizes = not selection.in_prompt and bool(jax.eval_shape(lambda: selection.init((1, 1, 1), 1, jnp.float32)))
     if summarizes and sizes.block is not None and not spec.storage.exact:
         raise PolicyError(
