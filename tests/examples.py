@@ -14,6 +14,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "h2o_decay": {}, "scissorhands": {"history": 5}, "tova": {}, "mean_attention": {}, "roco": {"guard": 2},
     "random": {}, "strided": {"stride": 3, "local": 1}, "fixed": {"block": 2, "columns": 1},
     "snapkv": {"window": 2, "kernel": 3}, "pyramidkv": {"window": 2, "kernel": 3}, "knorm": {}, "keydiff": {},
+    "lagkv": {"lag": 2, "sinks": 1}, "leverage": {}, "cur": {"block": 3, "sinks": 1},
     "fifo": {}, "lru": {"sinks": 1}, "counter": {},
 }  # fmt: skip
 STORAGES: dict[str, dict[str, Any]] = {
@@ -65,6 +66,9 @@ def combined(budget: Any = 0.5) -> dict[str, Policy]:
         "after_prefill": library.after_prefill(policy("snapkv", budget), then=policy("roco", budget)),
         "from_layer": library.from_layer(policy("h2o", budget), first=1),
         "by_page": library.by_page(policy("h2o", budget), page=2),
+        "caote": library.caote(policy("h2o", budget, every=2)),
+        "value_aware": library.value_aware(policy("snapkv", budget), large=1),
+        "phases": library.phases(library.full(), policy("h2o", budget)),
     }
 
 

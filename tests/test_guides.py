@@ -138,7 +138,7 @@ def test_table_of_the_view():
         for row in rows("policies", heading="## What a score sees")
         for span in spans(row[0])
     }  # fmt: skip
-    assert named == {*policies.View._fields, "live", "recent"} - {"heads"}
+    assert named == {*policies.View._fields, "live", "recent", "rotated", "unrotated"} - {"heads", "frame"}
 
 
 def test_what_the_page_makes(page):
@@ -264,9 +264,8 @@ def exists(span: str) -> bool:
     if span.startswith("python -m "):
         return resolves(span.split()[2])
     if span.startswith("--"):
-        return all(
-            f'"{flag}"' in (ROOT / "kvjax/serve/__main__.py").read_text() for flag in re.findall(r"--[\w-]+", span)
-        )
+        source = (ROOT / "kvjax/serve/__main__.py").read_text()
+        return all(f'"{flag}"' in source for flag in re.findall(r"--([\w-]+)", span))
     if keyword := re.match(r"(\w+)=", span):
         calls = re.findall(r"kvjax[\w.]+", span)
         return keyword[1] in KEYWORDS and all(map(resolves, calls))

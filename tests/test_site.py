@@ -153,7 +153,7 @@ def test_the_leaderboard_is_quoted():
 def test_policies_are_drawn_after_prompts_that_they_shorten():
     made = {entry.name: survivors.spec_of(entry) for entry in entries.policy_entries()}
     assert {name for name, spec in made.items() if survivors.compresses(spec)} == {
-        "snapkv", "pyramidkv", "knorm", "keydiff", "adakv", "after_prefill",
+        "snapkv", "pyramidkv", "knorm", "keydiff", "lagkv", "leverage", "cur", "adakv", "after_prefill",
     }  # fmt: skip
 
 
@@ -322,7 +322,7 @@ def test_formulas_are_no_markup(text, expected):
 
 
 def test_text_is_no_structure():
-    """What napoleon would take for the type of a result, and reStructuredText for a numbered list."""
+    """Napoleon would take one line for the type of a result, and reStructuredText another for a numbered list."""
     doc = "Gathers.\n\nArgs:\n  width: W.\n  size: S. All.\n\nReturns:\n  slots: [B, K, W] int32.\n  More."
     assert docstrings.without_accidents(doc) == (
         "Gathers.\n\nArgs:\n  width: W\\.\n  size: S\\. All.\n\nReturns:\n  \\ \n  slots: [B, K, W] int32.\n  More."

@@ -10,6 +10,7 @@ from kvjax.errors import PolicyError
 from kvjax.policies.allocation import Pyramid, Shared
 from kvjax.policies.base import Evict, Policy, compress, evict
 from kvjax.policies.budget import Budget, Fraction, FromLayer, Given, PerLayer, Slots, TextFraction
+from kvjax.policies.caote import OutputChange, caote
 from kvjax.policies.combinators import Best, TimesValueNorm, by_page, from_layer, value_norm, with_heavy_hitters
 from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
 from kvjax.policies.h2o import (
@@ -28,13 +29,16 @@ from kvjax.policies.h2o import (
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Compensation, Split, compensation, duo_attention, razor_attention, split_heads
 from kvjax.policies.keys import KeyDifference, LowNorm, key_difference, keydiff, knorm, low_norm
+from kvjax.policies.lagkv import LagRelative, lagkv
+from kvjax.policies.leverage import KeyValueShare, Leverage, cur, leverage
 from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, anchors, cam, d2o, kvmerger
 from kvjax.policies.padded import Padded, padded
 from kvjax.policies.patterns import LastColumns, OwnBlock, Strided, Uniform, fixed, random, strided
-from kvjax.policies.phases import Phases, after_prefill
+from kvjax.policies.phases import BeyondPrompt, Phases, WholePrompt, after_prefill, phases
 from kvjax.policies.pools import Ends, Fetched, LastFetched, counter, fifo, lru
 from kvjax.policies.roco import MeanMass, Varying, mean_attention, mean_mass, protect_varying, roco
 from kvjax.policies.scissorhands import TimesAbove, scissorhands, times_above
+from kvjax.policies.slot_order import FirstSlots
 from kvjax.policies.snapkv import (
     ObservationWindow,
     PromptEnd,
@@ -46,6 +50,7 @@ from kvjax.policies.snapkv import (
 )
 from kvjax.policies.tova import Last, SharedLast, last, shared_last, tova
 from kvjax.policies.union import Union, protect_any
+from kvjax.policies.value_aware import LargestValues, value_aware
 from kvjax.policies.window import First, Recency, full, local_only, protect_first, recency, streaming_llm, window
 
 #: Every named policy: the command line, sweeps and conformance tests take the list from here.
@@ -72,6 +77,9 @@ POLICIES: Registry[Policy] = Registry(
         "pyramidkv": pyramidkv,
         "knorm": knorm,
         "keydiff": keydiff,
+        "lagkv": lagkv,
+        "leverage": leverage,
+        "cur": cur,
         "fifo": fifo,
         "lru": lru,
         "counter": counter,
@@ -94,20 +102,25 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
     "after_prefill": after_prefill,
     "from_layer": from_layer,
     "by_page": by_page,
+    "caote": caote,
+    "value_aware": value_aware,
+    "phases": phases,
 }
 
 __all__ = [
-    "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "Budget", "CaM", "Compensation",
-    "DecayedMass", "Ends", "Everything", "Evict", "Fetched", "First", "Folded", "Fraction", "FromLayer", "Given",
-    "Importance", "KVMerger", "Keep", "KeyDifference", "Last", "LastColumns", "LastFetched", "LowNorm", "Mass",
-    "MeanMass", "Merge", "Newest", "ObservationWindow", "OwnBlock", "Padded", "PerLayer", "Phases", "Policy",
+    "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
+    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "Fetched", "First", "FirstSlots", "Folded",
+    "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeyDifference", "KeyValueShare",
+    "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LowNorm", "Mass", "MeanMass",
+    "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded", "PerLayer", "Phases", "Policy",
     "PromptEnd", "Pyramid", "Recency", "Ring", "Scope", "Shared", "SharedLast", "Slots", "Split", "Strided",
-    "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WithSelection", "accepts",
-    "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "compensation", "compress", "counter", "d2o",
-    "decayed_mass", "duo_attention", "everything", "evict", "fifo", "fixed", "from_layer", "full", "h2o", "h2o_decay",
-    "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only", "low_norm", "lru",
-    "mass", "mean_attention", "mean_mass", "names", "observation_window_score", "padded", "protect_any",
-    "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
-    "razor_attention", "recency", "ring", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",
-    "streaming_llm", "strided", "times_above", "tova", "value_norm", "window", "with_heavy_hitters",
+    "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WholePrompt",
+    "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote",
+    "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict",
+    "fifo", "fixed", "from_layer", "full", "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff",
+    "knorm", "kvmerger", "lagkv", "last", "leverage", "local_only", "low_norm", "lru", "mass", "mean_attention",
+    "mean_mass", "names", "observation_window_score", "padded", "phases", "protect_any", "protect_first",
+    "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency",
+    "ring", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "streaming_llm", "strided", "times_above",
+    "tova", "value_aware", "value_norm", "window", "with_heavy_hitters",
 ]  # fmt: skip

@@ -64,6 +64,7 @@ class Evict(Policy):
       positions: see `Policy`.
       group_reduce: see `Policy`.
       page: the number of consecutive tokens that are evicted together; see `kvjax.policies.by_page`.
+      every: m, the number of slots that a head evicts at once, when it holds b + m of a budget of b slots.
       name: see `Policy`.
 
     Raises:
@@ -79,6 +80,7 @@ class Evict(Policy):
     positions: str = "original"
     group_reduce: str = "mean"
     page: int = 1
+    every: int = 1
     name: str = dataclasses.field(default="evict", compare=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +110,12 @@ class Evict(Policy):
             raise PolicyError(
                 "whole pages are evicted at every step, without a merge and with one budget for all heads."
             )
+        object.__setattr__(self, "every", count_argument("every", self.every, minimum=1))
+        if self.every > 1 and (self.when != "step" or self.page > 1):
+            which = (
+                "a compressor evicts once, when the prompt ends" if self.when != "step" else "pages are evicted whole"
+            )
+            raise PolicyError(f"every={self.every} is not valid: {which}; leave it out.")
         _resolve(self._needs)
         if self.importance.shared_by_heads and self.scope.needs:
             raise PolicyError(
@@ -215,6 +223,7 @@ def evict(
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
+    every: int = 1,
     name: str = "evict",
 ) -> Evict:
     """Makes an eviction policy of an importance, a scope and a budget (RoCo, arXiv:2402.06262, section 4).
@@ -227,6 +236,8 @@ def evict(
       positions: ``original`` rotates keys once, to their position; ``cache`` at every step, to their rank.
       group_reduce: ``mean`` or ``max`` over the query heads that share a KV head.
       merge: folds evicted pairs into others, such as ``d2o()``; None = they are dropped. See `kvjax.policies.merge`.
+      every: the number of slots that are evicted at once: a head evicts when it holds `every` slots more than its
+        budget, down to the budget. Between evictions it holds up to ``budget + every - 1`` slots.
       name: shown in reports.
 
     Raises:
@@ -236,7 +247,7 @@ def evict(
         slots = as_budget(budget)
     return Evict(
         importance=importance, scope=scope or everything, budget=slots, positions=positions,
-        group_reduce=group_reduce, merge=merge, name=name,
+        group_reduce=group_reduce, merge=merge, every=every, name=name,
     )  # fmt: skip
 
 
@@ -262,6 +273,28 @@ def compress(
     )  # fmt: skip
 
 
+def compress_or_evict(
+    every: int | None,
+    *,
+    importance: Importance,
+    scope: Scope | None = None,
+    budget: BudgetLike,
+    positions: str = "original",
+    group_reduce: str = "mean",
+    name: str,
+) -> Evict:
+    """Makes a compressor of prompts if `every` is None, and a policy that evicts `every` slots at once otherwise.
+
+    For the other arguments and errors see `evict`.
+    """
+    with named(name):
+        slots = as_budget(budget)
+    return Evict(
+        importance=importance, scope=scope or everything, budget=slots, when="prompt_end" if every is None else "step",
+        positions=positions, group_reduce=group_reduce, every=1 if every is None else every, name=name,
+    )  # fmt: skip
+
+
 def fixed_slots(budget: Budget | None) -> tuple[int, ...]:
     """Returns the whole numbers of slots in a budget as a user wrote it."""
     value = None if budget is None else budget.value
@@ -277,6 +310,6 @@ def _resolve(needs: frozenset[str | Statistic]) -> frozenset[Statistic]:
 
 
 __all__ = [
-    "POSITIONS", "Budget", "Evict", "Keep", "Policy", "View", "compress", "everything", "evict", "factory",
-    "fixed_slots", "keep", "named",
+    "POSITIONS", "Budget", "Evict", "Keep", "Policy", "View", "compress", "compress_or_evict", "everything", "evict",
+    "factory", "fixed_slots", "keep", "named",
 ]  # fmt: skip

@@ -43,6 +43,7 @@ class Budget(Restorable):
       follows_prompt: whether the number of slots depends on the prompt's length.
       shared: whether the heads of a layer share their slots.
       of_text: whether `slots` takes the number of tokens of each row's whole text instead of its prompt.
+      beyond_prompt: whether only tokens after the prompt count, and the prompt's slots are all kept.
     """
 
     @property
@@ -63,6 +64,10 @@ class Budget(Restorable):
 
     @property
     def of_text(self) -> bool:
+        return False
+
+    @property
+    def beyond_prompt(self) -> bool:
         return False
 
     @property

@@ -127,7 +127,7 @@ def with_heavy_hitters(policy: Policy, *, fraction: float = 0.5) -> Evict:
     Raises:
       PolicyError: a fraction outside [0, 1], a policy that evicts nothing, or one that protects more than it keeps.
     """
-    inner = _ranks_each_head("with_heavy_hitters", policy)
+    inner = ranks_each_head("with_heavy_hitters", policy)
     if inner.when == "prompt_end":
         raise PolicyError(f"with_heavy_hitters({inner.name}): it is for prompts only; give an eviction policy.")
     return evict(
@@ -137,6 +137,7 @@ def with_heavy_hitters(policy: Policy, *, fraction: float = 0.5) -> Evict:
         positions=inner.positions,
         group_reduce=inner.group_reduce,
         merge=inner.merge,
+        every=inner.every,
         name=f"{inner.name}+heavy",
     )
 
@@ -154,7 +155,7 @@ def value_norm(policy: Policy) -> Evict:
 
     VATP uses ‖v‖₁, and its code protects the first tokens; here the norm is ‖v‖₂, and the policy's scope protects.
     """
-    inner = _ranks_each_head("value_norm", policy)
+    inner = ranks_each_head("value_norm", policy)
     if not inner.importance.amount:
         raise PolicyError(
             f"value_norm({inner.name}): its importance only orders the slots, so that there is nothing to multiply; "
@@ -201,7 +202,7 @@ def by_page(policy: Policy, *, page: int) -> Evict:
     return dataclasses.replace(policy, page=page, name=f"{policy.name}/page")
 
 
-def _ranks_each_head(name: str, policy: Policy) -> Evict:
+def ranks_each_head(name: str, policy: Policy) -> Evict:
     """Returns a policy that evicts and ranks each head by itself; raises a PolicyError for any other."""
     if not isinstance(policy, Policy):
         raise PolicyError(f"{name}(): {policy!r} is not a policy; give one such as h2o(budget=256).")

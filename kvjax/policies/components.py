@@ -9,12 +9,27 @@ import jax.numpy as jnp
 
 from kvjax.arguments import Restorable, check_hashable
 from kvjax.errors import PolicyError
+from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import Statistic
 
 Array = jax.Array
 Stats = Mapping[str, Array]  # statistic name -> [B, K, S, ...]
 
 READABLE = frozenset({"key", "value"})  # what ranking may read in addition to statistics and positions
+
+
+class KeyFrame(NamedTuple):
+    """How the keys of a view are rotated.
+
+    Attributes:
+      rotated: whether they are rotated to their positions in the text.
+      rope: the model's rotary embedding; None = it has none, and keys are the same in both frames.
+      frequencies: of the rows, see `Rope.frequencies`.
+    """
+
+    rotated: bool = True
+    rope: Rope | None = None
+    frequencies: Array | None = None
 
 
 class View(NamedTuple):
@@ -30,6 +45,7 @@ class View(NamedTuple):
       layer: index of the layer, a number or [] int32.
       decoding: whether the prompt is over.
       heads: the model's indices of these KV heads, a tuple or [K] int32; None = all, in order.
+      frame: how `key` is rotated; None where slots are divided over devices, and in kernels.
     """
 
     position: Array
@@ -41,6 +57,7 @@ class View(NamedTuple):
     layer: Array | int
     decoding: bool
     heads: tuple[int, ...] | Array | None = None
+    frame: KeyFrame | None = None
 
     @property
     def live(self) -> Array:
@@ -53,6 +70,25 @@ class View(NamedTuple):
         A compressor may have evicted some of them; no older token is marked instead.
         """
         return self.position > (self.newest - count)[:, None, None]
+
+    def rotated(self) -> Array:
+        """Returns the keys rotated to their positions in the text, [B, K, S, D]."""
+        frame = self._frame()
+        if frame.rotated or frame.rope is None or frame.frequencies is None:
+            return self.key
+        return frame.rope.rotate(self.key, self.position, frame.frequencies)
+
+    def unrotated(self) -> Array:
+        """Returns the keys before rotation, [B, K, S, D]; float32 if they are stored rotated."""
+        frame = self._frame()
+        if not frame.rotated or frame.rope is None or frame.frequencies is None:
+            return self.key
+        return frame.rope.unrotate(self.key, self.position, frame.frequencies)
+
+    def _frame(self) -> KeyFrame:
+        if self.frame is None:
+            raise PolicyError("keys can be rotated only where a device has all slots of a head, outside of kernels.")
+        return self.frame
 
     @property
     def at_prompt_end(self) -> Array:
@@ -70,6 +106,7 @@ class Importance:
       needs: the statistics that `score` reads, by name or as `Statistic`.
       score: (stats, view) -> [B, K, S] float32; slots of larger scores stay.
       amount: whether scores are amounts that can be multiplied; False = they only order the slots.
+      signed: whether scores can be negative.
       shared_by_heads: whether the score compares slots across heads, which must then all hold the same positions.
       by_age: whether the score is the position, so that the oldest is evicted first.
       by_position: whether the score depends on positions alone, so that all heads hold the same.
@@ -85,6 +122,8 @@ class Importance:
         @property
         def amount(self) -> bool: ...
         @property
+        def signed(self) -> bool: ...
+        @property
         def shared_by_heads(self) -> bool: ...
         @property
         def by_age(self) -> bool: ...
@@ -93,7 +132,8 @@ class Importance:
         @property
         def reads(self) -> frozenset[str]: ...
     else:
-        amount, shared_by_heads, by_age, by_position, reads = True, False, False, False, frozenset()
+        amount, signed, shared_by_heads, by_age, by_position = True, False, False, False, False
+        reads = frozenset()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Importance":
         return super().__new__(ImportanceFunction if cls is Importance else cls)
@@ -106,6 +146,7 @@ class ImportanceFunction(Importance):
     needs: frozenset[str | Statistic]
     score: Any = None
     amount: bool = True
+    signed: bool = False
     shared_by_heads: bool = False
     reads: frozenset[str] = READABLE
 

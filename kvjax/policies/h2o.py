@@ -112,6 +112,7 @@ def h2o(
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
+    every: int = 1,
 ) -> Policy:
     """Keeps the heavy hitters and the `recent` newest tokens (H2O, section 4, Algorithm 1).
 
@@ -125,6 +126,7 @@ def h2o(
       positions: see `evict`.
       group_reduce: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
 
     Scores are float32, separate for each row and KV head, and start at a token's first query. The authors' code keeps
     them in the model's dtype, sums them over the batch, and has one mask per query head on a cache of fewer KV heads.
@@ -134,6 +136,10 @@ def h2o(
         if variant == "ring" and recent is not None:
             raise PolicyError(
                 f"recent={recent!r} is not valid with variant='ring', whose ring has half of the budget; leave it out."
+            )
+        if variant != "drop" and every != 1:
+            raise PolicyError(
+                f"every={every!r} is not valid with variant={variant!r}, which is defined token by token; leave it out."
             )
         if variant in HIDING and merge is not None:
             raise PolicyError(
@@ -151,6 +157,7 @@ def h2o(
         positions=positions,
         group_reduce=group_reduce,
         merge=merge,
+        every=every,
         name=name,
     )
     if variant not in HIDING:
@@ -162,7 +169,12 @@ def h2o(
 
 @factory
 def heavy_only(
-    budget: BudgetLike, *, positions: str = "original", group_reduce: str = "mean", merge: Merge | None = None
+    budget: BudgetLike,
+    *,
+    positions: str = "original",
+    group_reduce: str = "mean",
+    merge: Merge | None = None,
+    every: int = 1,
 ) -> Evict:
     """Keeps heavy hitters alone: importance S, no slot protected, as ``h2o(recent=0)`` (H2O, Table 6).
 
@@ -173,10 +185,11 @@ def heavy_only(
       positions: see `evict`.
       group_reduce: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
     """
     return evict(
         importance=mass, scope=Newest(0), budget=budget, positions=positions, group_reduce=group_reduce, merge=merge,
-        name="heavy_only",
+        every=every, name="heavy_only",
     )  # fmt: skip
 
 
@@ -189,6 +202,7 @@ def h2o_decay(
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
+    every: int = 1,
 ) -> Evict:
     """Keeps recent heavy hitters, by exponentially decayed attention (EasyKV's ``h2o_head_decay``; not in a paper).
 
@@ -201,6 +215,7 @@ def h2o_decay(
       positions: see `evict`.
       group_reduce: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
 
     E decays at every query, also inside a block, so that the result does not depend on the size of blocks.
     """
@@ -211,5 +226,6 @@ def h2o_decay(
         positions=positions,
         group_reduce=group_reduce,
         merge=merge,
+        every=every,
         name="h2o_decay",
     )

@@ -48,6 +48,7 @@ class LowNorm(Importance):
     """
 
     needs = frozenset()
+    signed = True
     reads = frozenset({"key"})
 
     def score(self, stats: Stats, view: View) -> Array:
@@ -59,6 +60,7 @@ class KeyDifference(Importance):
     """Ranks a slot by -cos(k, mean of k / ‖k‖): keys unlike the average key stay."""
 
     needs = frozenset()
+    signed = True
     reads = frozenset({"key"})
 
     def score(self, stats: Stats, view: View) -> Array:

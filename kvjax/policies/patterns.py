@@ -139,6 +139,7 @@ def strided(
     local: int | None = None,
     positions: str = "original",
     merge: Merge | None = None,
+    every: int = 1,
 ) -> Evict:
     """Keeps the newest positions and every `stride`-th of the rest, within the budget (H2O, Table 1; Child et al.).
 
@@ -151,6 +152,7 @@ def strided(
       local: the number of newest positions that are protected; None = ⌊b/2⌋.
       positions: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
 
     The papers' pattern moves with the query. In a cache it cannot, since an evicted token does not return.
     """
@@ -160,13 +162,20 @@ def strided(
         budget=budget,
         positions=positions,
         merge=merge,
+        every=every,
         name="strided",
     )
 
 
 @factory
 def fixed(
-    budget: BudgetLike, *, block: int, columns: int, positions: str = "original", merge: Merge | None = None
+    budget: BudgetLike,
+    *,
+    block: int,
+    columns: int,
+    positions: str = "original",
+    merge: Merge | None = None,
+    every: int = 1,
 ) -> Evict:
     """Keeps the newest token's block and the last `columns` of earlier blocks, within the budget (H2O, Table 1).
 
@@ -179,6 +188,7 @@ def fixed(
       columns: the number of last positions of each block that are evicted later; at most `block`.
       positions: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
 
     The paper's pattern keeps the columns of every block, whatever their number; a budget limits it.
     """
@@ -188,12 +198,15 @@ def fixed(
         budget=budget,
         positions=positions,
         merge=merge,
+        every=every,
         name="fixed",
     )
 
 
 @factory
-def random(budget: BudgetLike, *, seed: int = 0, positions: str = "original", merge: Merge | None = None) -> Evict:
+def random(
+    budget: BudgetLike, *, seed: int = 0, positions: str = "original", merge: Merge | None = None, every: int = 1
+) -> Evict:
     """Evicts at random, by importances u ~ U[0, 1) drawn once per token (RoCo, section 4.1).
 
     Args:
@@ -201,7 +214,8 @@ def random(budget: BudgetLike, *, seed: int = 0, positions: str = "original", me
       seed: see `Uniform`.
       positions: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
 
     A token's importance depends on the seed, its layer, head and position, and not on its row's place in the batch.
     """
-    return evict(importance=Uniform(seed), budget=budget, positions=positions, merge=merge, name="random")
+    return evict(importance=Uniform(seed), budget=budget, positions=positions, merge=merge, every=every, name="random")

@@ -1,13 +1,93 @@
 """Policies over time: one for the prompt, another while decoding."""
 
+from __future__ import annotations
+
 import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, Policy, factory
-from kvjax.policies.budget import Budget
+from kvjax.policies.budget import Budget, Fraction, TextFraction
+from kvjax.policies.components import Scope, Stats, View
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
+from kvjax.policies.union import protect_any
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class BeyondPrompt(Budget):
+    """A budget for the tokens after the prompt; the prompt's slots are kept in addition to it.
+
+    Attributes:
+      after: the number of slots per KV head for tokens after the prompt.
+    """
+
+    after: Budget
+
+    @property
+    def beyond_prompt(self) -> bool:
+        return True
+
+    @property
+    def numberless(self) -> bool:
+        return self.after.numberless
+
+    @property
+    def first_layer(self) -> int:
+        return self.after.first_layer
+
+    @property
+    def follows_prompt(self) -> bool:
+        return self.after.follows_prompt
+
+    @property
+    def of_text(self) -> bool:
+        return self.after.of_text
+
+    @property
+    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
+        return self.after.fractions
+
+    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
+        return self.after.slots(prompt_length, num_layers)
+
+    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
+        return self.after.largest(prompt_lengths, num_layers)
+
+    def limit(self, policy: Evict, stats: Stats, view: View) -> Array:
+        prompt = jnp.sum(view.live & of_prompt(view), axis=2, keepdims=True, dtype=jnp.int32)
+        return prompt + view.budget[:, None, None]
+
+    def traced(self) -> Budget:
+        return BeyondPrompt(self.after.traced())
+
+    @property
+    def value(self) -> Any:
+        return self.after.value
+
+
+def of_prompt(view: View) -> Array:
+    """Marks the positions of each row's prompt, [B, K, S] bool."""
+    return view.position < view.prompt[:, None, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class WholePrompt(Scope):
+    """Protects the slots of the prompt, which do not count against the budget; see `phases`."""
+
+    needs = frozenset()
+
+    def protected(self, stats: Stats, view: View) -> Array:
+        return of_prompt(view)
+
+    def count(self, budget: int) -> int:
+        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,9 +95,9 @@ class Phases(Policy):
     """One policy shortens the prompt when it ends, and another evicts while decoding.
 
     Attributes:
-      prompt: evicts once, when the prompt ends.
+      prompt: evicts once, when the prompt ends; or keeps all of it, if `decode` does.
       decode: evicts at every step from the first new token on, under its own budget; its statistics include the
-        prompt.
+        prompt. It may keep the prompt's slots; see `phases`.
       name: see `Policy`.
 
     Raises:
@@ -36,7 +116,9 @@ class Phases(Policy):
                 raise PolicyError(f"after_prefill(): {policy!r} is not a policy; give one such as snapkv(budget=256).")
         if isinstance(one, Phases):
             raise PolicyError(f"after_prefill({one.name}): it is combined already; give the compressor itself.")
-        if not isinstance(one, Evict) or one.when != "prompt_end":
+        keeps_prompt = isinstance(two, Evict) and two.budget is not None and two.budget.beyond_prompt
+        whole = isinstance(one, Evict) and one.budget is None
+        if not isinstance(one, Evict) or (one.when != "prompt_end" and not (whole and keeps_prompt)):
             raise PolicyError(
                 f"after_prefill({one.name}): it evicts at every step; give a compressor of prompts such as snapkv."
             )
@@ -55,7 +137,7 @@ class Phases(Policy):
                     f"after_prefill({one.name}, then={two.name}): {field} {first!r} and {second!r} differ; "
                     "both share one cache and one attention."
                 )
-        if two.importance.shared_by_heads:
+        if two.importance.shared_by_heads and not whole:
             raise PolicyError(
                 f"after_prefill({one.name}, then={two.name}): its heads must all hold the same positions, and a "
                 "compressor leaves each its own; use one that ranks every head by itself, such as "
@@ -72,8 +154,8 @@ class Phases(Policy):
 
     @property
     def budget(self) -> Budget | None:
-        """The budget of `prompt`."""
-        return self.prompt.budget
+        """The budget of `prompt`, or of `decode` if the whole prompt is kept."""
+        return self.decode.budget if self.prompt.budget is None else self.prompt.budget
 
     @property
     def needs(self) -> frozenset[Statistic]:
@@ -95,3 +177,38 @@ def after_prefill(compressor: Policy, *, then: Policy) -> Phases:
         if not isinstance(policy, Policy):
             raise PolicyError(f"after_prefill(): {policy!r} is not a policy; give one such as snapkv(budget=256).")
     return Phases(compressor, then, f"{compressor.name}>{then.name}")  # type: ignore[arg-type]  # checked there
+
+
+@factory
+def phases(prompt: Policy, decode: Policy) -> Phases:
+    """Keeps what `prompt` leaves of the prompt; `decode` ranks only the tokens after it (SCOPE, arXiv:2412.13649).
+
+    The two budgets add up: a head holds the slots that are left of the prompt, and those of the budget of `decode`.
+    ``phases(full(), random(256, every=64))`` keeps the prompt and evicts generated tokens at random, the control of
+    arXiv:2609.03430.
+
+    Args:
+      prompt: a compressor such as snapkv(budget=256), or full(), which keeps the whole prompt.
+      decode: an eviction policy with a budget for the tokens after the prompt. A fraction is of the prompt's length.
+
+    Raises:
+      PolicyError: any other policies; see `Phases`.
+    """
+    for policy in (prompt, decode):
+        if not isinstance(policy, Policy):
+            raise PolicyError(f"phases(): {policy!r} is not a policy; give one such as snapkv(budget=256).")
+    if not isinstance(decode, Evict) or decode.budget is None or decode.when != "step" or decode.page > 1:
+        raise PolicyError(
+            f"phases(decode={decode.name}): give a single policy that evicts token by token while decoding, such as "
+            "h2o(budget=256)."
+        )
+    if not isinstance(prompt, Evict) or (prompt.budget is not None and prompt.when != "prompt_end"):
+        raise PolicyError(
+            f"phases(prompt={prompt.name}): give a compressor such as snapkv(budget=256), or full() to keep the prompt."
+        )
+    if isinstance(decode.budget, BeyondPrompt):
+        raise PolicyError(f"phases(decode={decode.name}): it is combined already; give the policy itself.")
+    kept = dataclasses.replace(
+        decode, budget=BeyondPrompt(decode.budget), scope=protect_any(decode.scope, WholePrompt())
+    )
+    return Phases(prompt, kept, f"{prompt.name}|{decode.name}")

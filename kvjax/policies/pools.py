@@ -105,17 +105,18 @@ def protecting(policy: Evict, sinks: int, recent: int) -> Evict:
 
 
 @factory
-def fifo(budget: BudgetLike) -> Evict:
+def fifo(budget: BudgetLike, *, every: int = 1) -> Evict:
     """Evicts the oldest slot: ``window(sinks=0)`` (InfiniGen, section 4.4).
 
     Args:
       budget: slots per KV head; see `evict`.
+      every: see `evict`.
     """
-    return evict(importance=recency, budget=budget, name="fifo")
+    return evict(importance=recency, budget=budget, every=every, name="fifo")
 
 
 @factory
-def lru(budget: BudgetLike, *, recent: int | None = None, sinks: int = 0) -> Evict:
+def lru(budget: BudgetLike, *, recent: int | None = None, sinks: int = 0, every: int = 1) -> Evict:
     """Evicts the slot that a selection has not chosen for the longest time (InfiniGen, section 4.4).
 
     Among slots that were never chosen the oldest is evicted. Importance is the position of the last query for which the
@@ -126,12 +127,15 @@ def lru(budget: BudgetLike, *, recent: int | None = None, sinks: int = 0) -> Evi
       recent: the number of newest tokens that are protected; None = half of the budget, as in the authors' simulation.
         Without protection, a full pool would evict every new token.
       sinks: the number of first positions that are protected.
+      every: see `evict`.
     """
-    return evict(importance=LastFetched(), scope=Ends(recent, sinks), budget=budget, name="lru")
+    return evict(importance=LastFetched(), scope=Ends(recent, sinks), budget=budget, every=every, name="lru")
 
 
 @factory
-def counter(budget: BudgetLike, *, saturate: int | None = ONE_BYTE, recent: int | None = None, sinks: int = 0) -> Evict:
+def counter(
+    budget: BudgetLike, *, saturate: int | None = ONE_BYTE, recent: int | None = None, sinks: int = 0, every: int = 1
+) -> Evict:
     """Evicts the slot that a selection has chosen least often (InfiniGen, section 4.4).
 
     Importance is the number of queries for which the slot was chosen; the newest tokens are protected.
@@ -141,5 +145,6 @@ def counter(budget: BudgetLike, *, saturate: int | None = ONE_BYTE, recent: int 
       saturate: all counters of a head are halved when one of them reaches this number; None = never.
       recent: see `lru`.
       sinks: see `lru`.
+      every: see `evict`.
     """
-    return evict(importance=Fetched(saturate), scope=Ends(recent, sinks), budget=budget, name="counter")
+    return evict(importance=Fetched(saturate), scope=Ends(recent, sinks), budget=budget, every=every, name="counter")

@@ -76,6 +76,7 @@ def mean_attention(
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
+    every: int = 1,
 ) -> Evict:
     """Keeps the highest mean attention and the newest: RoCo's importance in H2O's scope (RoCo, Table 1, "MAS").
 
@@ -87,6 +88,7 @@ def mean_attention(
       positions: see `evict`.
       group_reduce: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
     """
     return evict(
         importance=mean_mass,
@@ -95,6 +97,7 @@ def mean_attention(
         positions=positions,
         group_reduce=group_reduce,
         merge=merge,
+        every=every,
         name="mean_attention",
     )
 
@@ -108,6 +111,7 @@ def roco(
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
+    every: int = 1,
 ) -> Evict:
     """Evicts the lowest mean attention, except where it varies most or is new (RoCo, section 4, Algorithm 1).
 
@@ -121,6 +125,7 @@ def roco(
       positions: see `evict`.
       group_reduce: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
 
     Prompts, blocks and decoding follow this rule. While decoding, the authors' code protects one slot more and always
     0.3 of the budget; in blocks it protects 0.1 of budget and block, and the first four positions.
@@ -132,5 +137,6 @@ def roco(
         positions=positions,
         group_reduce=group_reduce,
         merge=merge,
+        every=every,
         name="roco",
     )

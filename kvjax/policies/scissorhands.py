@@ -54,6 +54,7 @@ def scissorhands(
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
+    every: int = 1,
 ) -> Evict:
     """Keeps the slots most often above average and the newest (Scissorhands, Algorithm 2; RoCo, section 2).
 
@@ -68,6 +69,7 @@ def scissorhands(
       positions: see `evict`.
       group_reduce: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
 
     The authors count misses (below 1 / t) and evict the slots with the most. They also halve the budget from layer to
     layer; give one budget per layer for that.
@@ -79,5 +81,6 @@ def scissorhands(
         positions=positions,
         group_reduce=group_reduce,
         merge=merge,
+        every=every,
         name="scissorhands",
     )

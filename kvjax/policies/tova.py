@@ -51,6 +51,7 @@ def tova(
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
+    every: int = 1,
 ) -> Evict:
     """Evicts what the newest query i attends to least; no slot is protected (TOVA, section 4).
 
@@ -64,6 +65,7 @@ def tova(
       positions: see `evict`.
       group_reduce: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
     """
     if not isinstance(share_heads, bool):
         raise PolicyError(f"policy tova: share_heads={share_heads!r} is not valid; give True or False.")
@@ -73,5 +75,6 @@ def tova(
         positions=positions,
         group_reduce=group_reduce,
         merge=merge,
+        every=every,
         name="tova",
     )

@@ -60,7 +60,9 @@ def full(*, positions: str = "original") -> Evict:
 
 
 @factory
-def window(budget: BudgetLike, *, sinks: int = 4, positions: str = "original", merge: Merge | None = None) -> Evict:
+def window(
+    budget: BudgetLike, *, sinks: int = 4, positions: str = "original", merge: Merge | None = None, every: int = 1
+) -> Evict:
     """Keeps the newest tokens and the first `sinks`: importance p, the position; {p < sinks} protected.
 
     This is "Local" with ``sinks=0`` (H2O, arXiv:2306.14048, Table 1), and StreamingLLM with ``positions="cache"``.
@@ -70,12 +72,21 @@ def window(budget: BudgetLike, *, sinks: int = 4, positions: str = "original", m
       sinks: the number of first positions that are protected; at most the budget.
       positions: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
     """
-    return evict(importance=recency, scope=First(sinks), budget=budget, positions=positions, merge=merge, name="window")
+    return evict(
+        importance=recency,
+        scope=First(sinks),
+        budget=budget,
+        positions=positions,
+        merge=merge,
+        every=every,
+        name="window",
+    )
 
 
 @factory
-def streaming_llm(budget: BudgetLike, *, sinks: int = 4, merge: Merge | None = None) -> Evict:
+def streaming_llm(budget: BudgetLike, *, sinks: int = 4, merge: Merge | None = None, every: int = 1) -> Evict:
     """`window` with RoPE by rank in the cache, for texts of any length (StreamingLLM, arXiv:2309.17453, section 3.2).
 
     Importance p, {p < sinks} protected; a key is rotated to the number of live slots that are older than its own.
@@ -84,24 +95,40 @@ def streaming_llm(budget: BudgetLike, *, sinks: int = 4, merge: Merge | None = N
       budget: see `window`.
       sinks: see `window`.
       merge: see `evict`.
+      every: see `evict`.
 
     The authors' code counts the recent tokens without the sinks, and evicts before it appends; here the budget includes
     the sinks and is what remains after a step.
     """
     return evict(
-        importance=recency, scope=First(sinks), budget=budget, positions="cache", merge=merge, name="streaming_llm"
+        importance=recency,
+        scope=First(sinks),
+        budget=budget,
+        positions="cache",
+        merge=merge,
+        every=every,
+        name="streaming_llm",
     )
 
 
 @factory
-def local_only(budget: BudgetLike, *, positions: str = "original", merge: Merge | None = None) -> Evict:
+def local_only(budget: BudgetLike, *, positions: str = "original", merge: Merge | None = None, every: int = 1) -> Evict:
     """Keeps the newest tokens alone, importance p: ``window(sinks=0)`` (H2O, arXiv:2306.14048, Table 6).
 
     Args:
       budget: see `evict`.
       positions: see `evict`.
       merge: see `evict`.
+      every: see `evict`.
 
     Released code that slices from -window keeps everything when the window is 0; here a budget is at least 1.
     """
-    return evict(importance=recency, scope=First(0), budget=budget, positions=positions, merge=merge, name="local_only")
+    return evict(
+        importance=recency,
+        scope=First(0),
+        budget=budget,
+        positions=positions,
+        merge=merge,
+        every=every,
+        name="local_only",
+    )

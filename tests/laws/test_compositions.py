@@ -25,9 +25,9 @@ OWN_ARGUMENTS: dict[str, dict[str, Any]] = {
     **{name: {"recent": 1} for name in ("h2o", "h2o_decay", "scissorhands", "mean_attention", "lru", "counter")},
     "tova": {"share_heads": False},
 }
-COMPRESSORS = ("snapkv", "pyramidkv", "knorm", "keydiff")
+COMPRESSORS = ("snapkv", "pyramidkv", "knorm", "keydiff", "lagkv", "leverage", "cur")
 EVICTION = [name for name in POLICIES if name not in COMPRESSORS and name != "full"]
-ORDERS = ("strided", "fixed", "lru")  # their importances only order the slots
+ORDERS = ("strided", "fixed", "lru", "lagkv")  # their importances only order the slots
 
 
 def build(name: str, budget: Any = 0.5, **more: Any) -> Policy:
@@ -140,8 +140,8 @@ def test_a_row_alone_and_more_room_than_tokens(name):
 
 
 def test_every_pair_is_allowed_or_refused_when_it_is_built():
-    # What from_layer and by_page take is in test_policy_values.
-    alone = {"from_layer", "by_page"}
+    # What the others take is in test_values and test_scores.
+    alone = {"from_layer", "by_page", "caote", "value_aware", "phases"}
     assert set(COMBINATORS) == {"with_heavy_hitters", "value_norm", "adakv", "after_prefill"} | alone
     built = set(compositions())
     for name in POLICIES:

@@ -48,6 +48,8 @@ class Case(NamedTuple):
         name, arguments = self.within
         if name == "after_prefill":
             arguments = {"then": package.by_name(**arguments)}
+        if name == "phases":
+            arguments = {"decode": package.by_name(**arguments)}
         return package.COMBINATORS[name](policy, **arguments)
 
 
@@ -130,6 +132,35 @@ CASES = [
     Case("window", {"budget": 15, "sinks": 2}, "mha", None, within=("by_page", {"page": 3})),
     Case("roco", {"budget": 0.6, "guard": 3}, "mqa", 16, within=("by_page", {"page": 5})),
     Case("tova", {"budget": 17}, "gqa", 8, within=("by_page", {"page": 8})),
+    # A head that evicts several slots at once holds more than its budget in between: rows have their own rounds.
+    Case("h2o", {"budget": 9, "every": 5}, "gqa", None),
+    Case("h2o", {"budget": 0.4, "every": 4, "positions": "cache"}, "mqa", 8),
+    Case("roco", {"budget": 12, "guard": 3, "every": 7}, "mha", 16),
+    Case("tova", {"budget": 12, "every": 3}, "gqa", 1),
+    Case("streaming_llm", {"budget": 9, "sinks": 2, "every": 6}, "mha", 8),
+    Case("strided", {"budget": 0.4, "stride": 3, "every": 3}, "mqa", None, within=("with_heavy_hitters", {})),
+    Case(
+        "snapkv",
+        {"budget": 15, "window": 4},
+        "mha",
+        None,
+        within=("after_prefill", {"name": "h2o", "budget": 12, "every": 4}),
+    ),
+    Case("h2o", {"budget": (7, 21), "every": 40}, "gqa", None),
+    Case("lagkv", {"budget": 0.5, "lag": 4, "sinks": 2}, "gqa", None),
+    Case("lagkv", {"budget": 14, "lag": 3, "sinks": 1, "every": 6, "positions": "cache"}, "mha", 8),
+    Case("leverage", {"budget": 0.5}, "mha", None),
+    Case("leverage", {"budget": 14, "every": 5}, "gqa", 8),
+    Case("leverage", {"budget": 14, "positions": "cache"}, "mqa", 8),
+    Case("cur", {"budget": 0.5, "block": 5, "sinks": 2}, "mqa", None),
+    Case("cur", {"budget": 13, "block": 4, "sinks": 1, "positions": "cache"}, "gqa", 8),
+    Case("h2o", {"budget": 0.4, "every": 4}, "gqa", None, within=("caote", {})),
+    Case("tova", {"budget": 12, "share_heads": False}, "mha", 8, within=("caote", {"fast": True})),
+    Case("h2o", {"budget": 14, "recent": 3}, "gqa", 8, within=("value_aware", {})),
+    Case("snapkv", {"budget": 15, "window": 4}, "mha", None, within=("value_aware", {"large": 3, "measure": "l2"})),
+    Case("full", {}, "mha", None, within=("phases", {"name": "h2o", "budget": 7, "every": 3})),
+    Case("full", {}, "gqa", 8, within=("phases", {"name": "tova", "budget": 9})),
+    Case("snapkv", {"budget": 12, "window": 4}, "mqa", 8, within=("phases", {"name": "window", "budget": 8})),
     Case("full", {}, "mqa", 16),
     Case("full", {"positions": "cache"}, "gqa", None),
 ]
@@ -201,7 +232,7 @@ def test_the_whole_text_at_once(heads, budget, recent, variant):
     )
     assert expected.evict_gap.min() > CLEAR
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=5e-5)
-    with pytest.raises(PolicyError, match="score whole texts, with prompt_length their length"):
+    with pytest.raises(PolicyError, match="score whole texts, with prompt_length equal to their length"):
         kvjax.log_likelihood(own.model, TOKENS[:, :60], policy, prompt_length=30)
     with pytest.raises(PolicyError, match="leave out prefill_block"):
         kvjax.log_likelihood(own.model, TOKENS[:, :60], policy, prompt_length=60, prefill_block=8)

@@ -9,6 +9,9 @@ import kvjax
 from kvjax import policies
 from tests import conftest
 
+#: The runs of methods_cases.npz whose policies kvjax has.
+METHODS = (0, 1, 2, 3, 7, 8, 11, 12, 18, 19)
+
 
 @pytest.fixture(scope="module")
 def examples(shared_data):
@@ -27,21 +30,47 @@ def optimised():
         yield
 
 
+def run(model, tokens, policy, about):
+    """The log-likelihood of tokens [B, T] as a case has it."""
+    options = {"prompt_length": about["prompt_length"], "prefill_block": about["prefill_block"]}
+    return kvjax.log_likelihood(model, tokens, policy, **options)
+
+
+def assert_kept(got, kept):
+    """The live positions of the run are `kept` [L, B, K, live]."""
+    positions = [np.sort(np.asarray(layer.position), axis=2) for layer in got.state.layers]
+    live = kept.shape[-1]
+    assert all((each >= 0).sum(axis=2).max() == live for each in positions)
+    np.testing.assert_array_equal([each[..., -live:] for each in positions], kept)
+
+
 @pytest.mark.parametrize("case", range(16))
 def test_kept_slots_and_log_probabilities(examples, stories, case):
     about = json.loads(bytes(examples["cases"]))[case]
-    arguments = dict(about["policy"])
-    name = arguments.pop("name")
-    got = kvjax.log_likelihood(
-        stories,
-        examples[f"{case}_tokens"],
-        policies.by_name(name, **arguments),
-        prompt_length=about["prompt_length"],
-        prefill_block=about["prefill_block"],
-    )
+    got = run(stories, examples[f"{case}_tokens"], policies.by_name(**about["policy"]), about)
     np.testing.assert_allclose(got.logprobs, examples[f"{case}_logprobs"], atol=3e-5, rtol=0)
     if f"{case}_kept" in examples:
-        kept = [np.sort(np.asarray(layer.position), axis=2) for layer in got.state.layers]
-        live = examples[f"{case}_kept"].shape[-1]
-        assert all((positions >= 0).sum(axis=2).max() == live for positions in kept)
-        np.testing.assert_array_equal([positions[..., -live:] for positions in kept], examples[f"{case}_kept"])
+        assert_kept(got, examples[f"{case}_kept"])
+
+
+@pytest.fixture(scope="module")
+def methods(shared_data):
+    return np.load(shared_data / "examples" / "methods_cases.npz")
+
+
+def policy_of(about):
+    """The policy of a case, with its base; its tova ranks each head by itself."""
+    arguments = dict(about)
+    name, base = arguments.pop("name"), arguments.pop("base", None)
+    if base is not None:
+        return policies.COMBINATORS[name](policy_of(base), **arguments)
+    return policies.by_name(name, **arguments, **({"share_heads": False} if name == "tova" else {}))
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_newer_methods(methods, stories, case):
+    about = json.loads(bytes(methods["cases"]))[case]
+    tokens = methods[f"{about['model']}_tokens"]
+    got = run(stories, tokens[None], policy_of(about["policy"]), about)
+    np.testing.assert_allclose(got.logprobs[0], methods[f"{case}_logprobs"], atol=3e-5, rtol=0)
+    assert_kept(got, methods[f"{case}_kept"][:, None])

@@ -6,6 +6,7 @@ import pytest
 
 from kvjax import policies
 from kvjax.policies import Evict
+from kvjax.policies.components import KeyFrame
 from tests.policies.test_values import VALUES
 
 B, K, S, D = 2, 2, 12, 4
@@ -36,7 +37,8 @@ def used(function, policy):
     position, rows = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S)), jnp.full(B, 8, jnp.int32)
 
     def traced(key, value):
-        return function(stats, policies.View(position, key, value, jnp.full(B, S - 1, jnp.int32), rows, rows, 0, True))
+        newest = jnp.full(B, S - 1, jnp.int32)
+        return function(stats, policies.View(position, key, value, newest, rows, rows, 0, True, None, KeyFrame()))
 
     jaxpr = jax.make_jaxpr(traced)(*(jnp.zeros((B, K, S, D)),) * 2).jaxpr
     live = {id(each) for each in jaxpr.outvars}

@@ -40,6 +40,8 @@ VALUES: dict[str, object] = {
     "a union of scopes": policies.evict(
         importance=policies.mass, scope=policies.Best(policies.roco(0.5), 0.25) | policies.protect_first(1), budget=0.5
     ),
+    "the largest values": policies.evict(importance=policies.mass, scope=policies.LargestValues(2), budget=8),
+    "the prompt": policies.phases(policies.full(), policies.random(8)).decode,
     "nested": policies.with_heavy_hitters(policies.value_norm(policies.h2o(0.5, recent=1)), fraction=0.5),
 }
 

@@ -27,6 +27,7 @@ class View(NamedTuple):
     layer_stats: list[dict[str, Array]]  # the statistics of all KV heads of the layer
     budget: int  # b of this row and layer
     prompt_length: int  # of this row
+    unrotated: Array | None = None  # [S, D] keys before RoPE
 
 
 class Observed(NamedTuple):
@@ -66,6 +67,9 @@ class Policy:
     `by_head`: layer -> KV head -> the policy it is under.
     `first_layer`: layers before it keep every token.
     `page`: the number of consecutive kept tokens that are evicted together.
+    `every`: a head evicts when it holds as many slots more than its budget, all of them at once.
+    `beyond_prompt`: the budget is of the tokens after the prompt.
+    `importance`: of all slots, those that are protected too.
     `hides`: "masked", "global" or "local": nothing is evicted, `hidden_recent` newest and the heaviest are seen.
     """
 
@@ -84,6 +88,9 @@ class Policy:
     by_head: tuple[tuple[Policy, ...], ...] | None = None
     first_layer: int = 0
     page: int = 1
+    every: int = 1
+    beyond_prompt: bool = False
+    importance: Callable[[View], Array] | None = None
 
     def __post_init__(self) -> None:
         assert self.positions in ("original", "cache") and self.group_reduce in ("mean", "max")
@@ -294,4 +301,4 @@ def evict(importance: Importance, scope: Scope, budget: Any, **options: Any) -> 
         protected, gap = scope.protects(view)
         return Ranking(np.where(protected, np.inf, importance.of(view)), gap)
 
-    return Policy(budget, rank, {**importance.statistics, **scope.statistics}, **options)
+    return Policy(budget, rank, {**importance.statistics, **scope.statistics}, importance=importance.of, **options)

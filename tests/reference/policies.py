@@ -30,6 +30,7 @@ from tests.reference.eviction import (
     tova,
     window,
 )
+from tests.reference.scores import caote, cur, lagkv, leverage, phases, value_aware
 
 
 def with_heavy_hitters(policy: Policy, fraction: float = 0.5) -> Policy:
@@ -43,7 +44,14 @@ def with_heavy_hitters(policy: Policy, fraction: float = 0.5) -> Policy:
         priority[others] = view.stats["mass"][others]
         return Ranking(priority, min(gap, inner.gap))
 
-    return Policy(policy.budget, rank, {**policy.statistics, "mass": MASS}, policy.positions, policy.group_reduce)
+    return Policy(
+        policy.budget,
+        rank,
+        {**policy.statistics, "mass": MASS},
+        policy.positions,
+        policy.group_reduce,
+        every=policy.every,
+    )
 
 
 def value_norm(policy: Policy) -> Policy:
@@ -93,6 +101,9 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "fifo": fifo,
     "lru": lru,
     "counter": counter,
+    "lagkv": lagkv,
+    "leverage": leverage,
+    "cur": cur,
 }
 COMBINATORS: dict[str, Callable[..., Policy]] = {
     "with_heavy_hitters": with_heavy_hitters,
@@ -101,6 +112,9 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
     "after_prefill": after_prefill,
     "from_layer": from_layer,
     "by_page": by_page,
+    "caote": caote,
+    "value_aware": value_aware,
+    "phases": phases,
 }
 
 

@@ -231,7 +231,7 @@ def _row(storage: Given, tokens: list[Array], n: int, policy: Policy, theta, loo
         outputs.append(np.concatenate(output, axis=1))
         before = [_tokens(slots) for slots in layer]
         if budget is not None and (stop == n or not policy.at_prompt_end_only):
-            evict(heads, policy, budget, n)
+            evict(heads, policy, budget, n, theta if policy.positions == "original" else None)
         for index, (slots, all_of_them) in enumerate(zip(layer, before, strict=True)):
             own = stores[index]
             if isinstance(own, FromPrompt):

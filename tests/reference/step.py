@@ -93,7 +93,7 @@ def step(
         if policy.hides == "masked":
             allow(head, policy, budget)
     if budget is not None:
-        evict(heads, policy, budget, prompt_length)
+        evict(heads, policy, budget, prompt_length, theta if policy.positions == "original" else None)
     return np.concatenate(outputs, axis=1)
 
 
@@ -190,26 +190,37 @@ def observe(head: Head, block: Observed, policy: Policy) -> None:
             head.above_gap = min([head.above_gap, *distance.tolist()])
 
 
-def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int) -> None:
+def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int, theta: float | None = None) -> None:
     """Removes the lowest priorities until `budget` slots are live in every head.
 
     All heads are ranked before any is changed: a policy may look at the whole layer.
+    `theta`: the base of RoPE's frequencies, if keys are rotated to their positions.
     """
     if policy.by_head is not None:
         for head, (own, slots) in zip(heads, budget, strict=True):
-            evict([head], own, slots, prompt_length)
+            evict([head], own, slots, prompt_length, theta)
         return
     if policy.rank is None:
         return
     layer_stats = [dict(head.stats) for head in heads]
     views = [
-        View(head.position, head.key, head.value, head.stats, layer_stats, budget, prompt_length) for head in heads
-    ]
+        View(
+            head.position, head.key, head.value, head.stats, layer_stats, budget, prompt_length,
+            head.key if theta is None else rotate(head.key, -head.position, theta),
+        )
+        for head in heads
+    ]  # fmt: skip
     if policy.shares is not None and prompt_length > budget:
         choices = policy.shares(views)
     else:
         kept = _kept if policy.page == 1 else functools.partial(_kept_pages, page=policy.page)
-        choices = [kept(policy.rank(view), view.position, budget) for view in views]
+        # A head that is not due keeps all that it holds; pages have a rule of their own.
+        limits = []
+        for view in views:
+            limit = budget + (view.position < prompt_length).sum() if policy.beyond_prompt else budget
+            due = policy.page > 1 or len(view.position) >= limit + policy.every
+            limits.append(limit if due else len(view.position))
+        choices = [kept(policy.rank(view), view.position, limit) for view, limit in zip(views, limits, strict=True)]
     for head, (keep, gap) in zip(heads, choices, strict=True):
         if policy.compensates is not None and not keep.all():
             compensate(head, keep, policy.compensates)

@@ -280,11 +280,14 @@ def max_evicted(first: Evict, then: Evict, prompts: range, following: int, layer
     for length in prompts:
         total = length + following
         try:
-            if first.when == "step":
+            if then is first:
                 stays = left(first, total, length)
             else:
-                kept = [each + following for each in left(first, length, length)]
-                stays = [min(pair) for pair in zip(kept, left(then, total, length), strict=True)]
+                kept = left(first, length, length)
+                own = left(then, total, length)
+                if then.budget is not None and then.budget.beyond_prompt:
+                    own = [one + other for one, other in zip(kept, own, strict=True)]
+                stays = [min(one + following, other) for one, other in zip(kept, own, strict=True)]
         except PolicyError:
             # The budget does not allow such a prompt, and a batch that has one is refused.
             continue

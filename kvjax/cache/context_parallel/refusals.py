@@ -21,6 +21,10 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
         return reason
     if policy.page > 1:
         return f"policy {policy.name} evicts whole pages"
+    if policy.every > 1:
+        return f"policy {policy.name} evicts {policy.every} slots at once"
+    if policy.budget is not None and policy.budget.beyond_prompt:
+        return f"policy {policy.name} counts the slots of the prompt"
     if policy.positions != "original" and not (group.known_ranks or group.evicts_one):
         return f"positions={policy.positions!r} ranks all slots, of which a step evicts more than it has tokens"
     if not group.selection.reads_all and (reason := _not_chosen(group)):

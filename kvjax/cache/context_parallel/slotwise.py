@@ -9,6 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from kvjax.cache.slots import empty_stats
 from kvjax.cache.step.evict import ranking
+from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
 from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Evict, View
@@ -79,9 +80,12 @@ def reason(policy: Evict, needs: frozenset[Statistic], heads: tuple[int, ...] | 
     vectors = jax.ShapeDtypeStruct((*shape, dim), jnp.float32)
     row, layer = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     with slot_reductions.devices(slot_reductions.Across(traced=True)):
-        traced = jax.make_jaxpr(rank)(
-            stats, jax.ShapeDtypeStruct(shape, jnp.int32), vectors, vectors, row, layer
-        )  # fmt: skip
+        try:
+            traced = jax.make_jaxpr(rank)(
+                stats, jax.ShapeDtypeStruct(shape, jnp.int32), vectors, vectors, row, layer
+            )  # fmt: skip
+        except PolicyError as error:  # of `View.rotated` and `View.unrotated`
+            return f"policy {policy.name}: {str(error).rstrip('.')}"
     primitive = _first(traced.jaxpr)
     return f"policy {policy.name} compares slots with each other (by {primitive})" if primitive else ""
 

@@ -19,6 +19,8 @@ def capacities(
     whole, total = sizes.prompt, sizes.total
     first, then = budgets
     room = 0 if spec.storage.new_tokens_separate else 1  # for the step's own token
+    # Between two evictions, a head holds up to this many slots more than its budget.
+    over = branch.decode.every - 1
 
     def up(slots: int, policy: Evict) -> int:
         return (
@@ -27,6 +29,13 @@ def capacities(
             else slots
         )
 
+    if branch.decode.budget is not None and branch.decode.budget.beyond_prompt:
+        assert then is not None
+        if first is None:
+            held = sizes.budget_prompt + then + over + room
+            return whole, min(slots_bucket(held) if sizes.rounded else held, total)
+        left = up(_left(branch.prompt, first, kv_heads, sizes), branch.prompt)
+        return whole, min(left + up(then + over + room, branch.decode), total)
     if branch.prompt.when == "step":
         if first is None:
             return total, total
@@ -35,14 +44,15 @@ def capacities(
             page = branch.prompt.page
             return _in_pages(first, sizes.block or 1, page, total), _in_pages(first, 1, page, total)
         block = 0 if spec.storage.new_tokens_separate else (sizes.block or 1)
-        return min(up(first + block, branch.prompt), total), min(up(first + room, branch.prompt), total)
+        held = first + over
+        return min(up(held + block, branch.prompt), total), min(up(held + room, branch.prompt), total)
     assert first is not None and branch.prompt.budget is not None
     left = up(_left(branch.prompt, first, kv_heads, sizes), branch.prompt)
     if then is None:
         return whole, left + sizes.following
     if branch.decode.page > 1:
         return whole, _in_pages(max(left, then), 1, branch.decode.page, total)
-    return whole, max(left + room, min(up(then + room, branch.decode), total))
+    return whole, max(left + room, min(up(then + over + room, branch.decode), total))
 
 
 def _left(policy: Evict, budget: int, kv_heads: int, sizes: Sizes) -> int:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from kvjax.errors import CodecError, KvjaxError, PolicyError, SelectionError, StorageError
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, View
-from kvjax.policies.components import READABLE, Folded
+from kvjax.policies.components import READABLE, Folded, KeyFrame
 from kvjax.selection.base import Held, Selection, SelectView
 from kvjax.specs.user_files import described_error
 from kvjax.storage.base import Storage
@@ -62,7 +62,7 @@ def _view(
             return super().__getattribute__(name)
 
     key, value = (x if name in reads else None for name, x in (("key", key), ("value", value)))
-    return Checked(position, key, value, row, row, row, row[0], decoding, None)
+    return Checked(position, key, value, row, row, row, row[0], decoding, None, KeyFrame())
 
 
 def check_names(name: str, statistics: frozenset[Statistic], remembers: tuple[str, ...] = ()) -> None:

@@ -100,7 +100,7 @@ def branches_of(policy: Policy, selection: Selection, config: DecoderConfig) -> 
     """
     match policy:
         case Evict(when="step"):
-            return [Branch(None, policy, policy, True, selection)]
+            return [Branch(None, policy, policy, policy.every == 1, selection)]
         case Evict():
             append = Evict(importance=keep, budget=None, positions=policy.positions, name="append")
             return [Branch(None, policy, append, True, selection)]
@@ -110,7 +110,7 @@ def branches_of(policy: Policy, selection: Selection, config: DecoderConfig) -> 
             first = dataclasses.replace(policy.prompt, group_reduce=reduce)
             decode = dataclasses.replace(policy.decode, group_reduce=reduce)
             # The ranks of slots follow from a policy that evicts one slot in each step if no other chose the slots.
-            one = policy.positions == "original" and _has_room(first.budget, decode.budget)
+            one = policy.positions == "original" and decode.every == 1 and _has_room(first.budget, decode.budget)
             return [Branch(None, first, decode, one, selection)]
         case WithSelection():
             return [Branch(None, policy.keep, policy.keep, True, selection)]
@@ -121,6 +121,8 @@ def branches_of(policy: Policy, selection: Selection, config: DecoderConfig) -> 
 
 def _has_room(before: Budget | None, after: Budget | None) -> bool:
     """Returns whether a budget is known to be no smaller than the one before it, for a prompt of any length."""
+    if after is not None and after.beyond_prompt:
+        return True
     match before, after:
         case Slots(), Slots():
             return after.count >= before.count

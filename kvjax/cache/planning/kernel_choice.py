@@ -140,6 +140,10 @@ class Chooser:
         extras = []
         if group.policy.page > 1:
             extras.append("eviction of whole pages")
+        if group.policy.every > 1:
+            extras.append(f"eviction of {group.policy.every} slots at once")
+        if group.policy.budget is not None and group.policy.budget.beyond_prompt:
+            extras.append("a prompt that is kept beside the budget")
         if group.policy.merge is not None:
             extras.append("a merge")
         if group.storage.new_tokens_separate and not any(group.codecs):

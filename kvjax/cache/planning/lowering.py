@@ -213,9 +213,14 @@ def max_positions(lowered: Lowered, lengths: np.ndarray, totals: np.ndarray, blo
             # What evicts at the end of a prompt has held all of it, and appends afterwards.
             slots = first if before.evicts else None
             step = before.policy.when == "step"
-            seen.append(lengths if slots is None or not step else np.minimum(lengths, slots + (block or 0)))
-            if then is not None and after.evicts and after.policy.when == "step":
-                seen.append(np.minimum(totals, then + 1))
+            seen.append(
+                lengths
+                if slots is None or not step
+                else np.minimum(lengths, slots + before.policy.every - 1 + (block or 0))
+            )
+            whole_prompt = after.policy.budget is not None and after.policy.budget.beyond_prompt
+            if then is not None and after.evicts and after.policy.when == "step" and not whole_prompt:
+                seen.append(np.minimum(totals, then + after.policy.every))
             else:
                 seen.append(totals if slots is None else np.minimum(totals, slots + totals - lengths))
     return max(int(each.max()) for each in seen)

@@ -38,12 +38,39 @@ def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool, ma
     Returns:
       [B, K, S] bool.
     """
+    if policy.every > 1:
+        return _victims_of_round(policy, stats, view)
     priority, limit = ranking(policy, stats, view)
     if policy.page > 1:
         return page_victims(priority, view.position, limit, policy.page)
     if max_victims is not None:
         return lowest(priority, view.position, limit, max_victims)
     return (one_victim if one else all_victims)(priority, view.position, limit)
+
+
+def _victims_of_round(policy: Evict, stats: dict[str, Array], view: View) -> Array:
+    """Chooses the slots to evict of the heads that hold `every` slots more than their limit; [B, K, S] bool.
+
+    The slots are ranked only in steps in which a head of any row is due.
+    """
+    # [B, K, 1]
+    live = jnp.sum(view.live, axis=2, keepdims=True, dtype=jnp.int32)
+    limit = jnp.where(_evicts_now(policy, view)[:, None, None], policy.limit(stats, view), FAR)
+    due = live >= jnp.minimum(limit, FAR - policy.every) + policy.every
+
+    def choose() -> Array:
+        priority, _ = ranking(policy, stats, view)
+        return all_victims(priority, view.position, jnp.where(due, limit, FAR))
+
+    return jax.lax.cond(jnp.any(due), choose, lambda: jnp.zeros(view.position.shape, bool))
+
+
+def _evicts_now(policy: Evict, view: View) -> Array:
+    """Marks the rows that may evict in this step, [B] bool.
+
+    A row without tokens in this block is unchanged, even if the policy that decodes has a smaller budget.
+    """
+    return view.newest >= 0 if policy.when == "step" else view.at_prompt_end
 
 
 def ranking(policy: Evict, stats: dict[str, Array], view: View) -> tuple[Array, Array]:
@@ -59,9 +86,9 @@ def ranking(policy: Evict, stats: dict[str, Array], view: View) -> tuple[Array, 
     priority = jnp.where(jnp.isnan(priority), -jnp.inf, priority)
     # [B, 1, 1] or [B, K, 1]
     limit = policy.limit(stats, view)
-    # A row without tokens in this block is unchanged, even if the policy that decodes has a smaller budget.
-    counts = view.newest >= 0 if policy.when == "step" else view.at_prompt_end
-    return priority, jnp.where(counts[:, None, None], limit // policy.page if policy.page > 1 else limit, FAR)
+    return priority, jnp.where(
+        _evicts_now(policy, view)[:, None, None], limit // policy.page if policy.page > 1 else limit, FAR
+    )
 
 
 def lowest_priority_oldest(priority: Array, position: Array, axis: int | tuple[int, ...] = 2) -> tuple[Array, Array]:

@@ -17,6 +17,7 @@ from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.step_end import finish
 from kvjax.kernels.coded import as_array
 from kvjax.numerics.rope import Rope
+from kvjax.policies.components import KeyFrame
 from kvjax.storage import store as held
 from kvjax.storage.side import PROMPT, PromptView, Sides
 from kvjax.typing import PyTree
@@ -80,7 +81,10 @@ def step(
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     stats = evict.observe(pool.stats, group.needs, columns, queries)
     per_slot = PerSlot(stats, {name: index[name] for name in group.selection.per_slot})
-    after, moved = finish(pool, per_slot, block, group, budget, inputs.rotation, made)
+    # XLA removes the frequencies unless the policy rotates keys.
+    frequencies = None if rope is None else rope.frequencies(block.total)
+    frame = KeyFrame(group.policy.positions == "original", rope, frequencies)
+    after, moved = finish(pool, per_slot, block, group, budget, inputs.rotation, made, frame)
     after = after.replace(stats=moved.stats, index=index | moved.index)
     # The slots of a prompt in one shot are in the arrays of the decoding phase.
     then = group.decode_group if one_shot else group if group.by_xla else None

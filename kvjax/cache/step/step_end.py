@@ -11,6 +11,7 @@ from kvjax.cache.step import evict
 from kvjax.cache.step.operands import Operands, decoded, ranked_vectors
 from kvjax.cache.step.pool import KeyRotation, Pool, joined, run_after_inputs
 from kvjax.policies.base import View
+from kvjax.policies.components import KeyFrame
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 from kvjax.storage.side import Sides
@@ -28,6 +29,7 @@ def finish(
     budget: Array | None,
     rotation: KeyRotation | None,
     made: Operands | None,
+    frame: KeyFrame | None = None,
 ) -> tuple[LayerKV, PerSlot]:
     """Evicts until every head is within its limit, and moves the step's own tokens into the layer.
 
@@ -39,6 +41,7 @@ def finish(
       budget: [B] int32 slots per KV head, or None.
       rotation: the rotation of keys that are held as they are before it; or None.
       made: the operands of attention; None if slots are coded, which are decoded again where a policy looks at them.
+      frame: how the keys that the policy ranks are rotated.
     """
     position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.new_tokens, per_slot.stats
     victim = None
@@ -48,7 +51,7 @@ def finish(
         one = group.evicts_one and n == 1 and policy.when == "step"
 
         def choose(pool: Pool, stats: dict[str, Array]) -> Array:
-            view = _view(pool, *_ranked(pool, group, rotation, made), block, group, budget)
+            view = _view(pool, *_ranked(pool, group, rotation, made), block, group, budget, frame)
             return evict.victims(policy, stats, view, one=one)
 
         # [B, K, S'] bool, of the slots that are ranked
@@ -56,7 +59,7 @@ def finish(
         if policy.merge is not None:
             key, value = _ranked(pool, group, rotation, made)
             max_victims = n if group.evicts_one else position.shape[2]
-            view = _view(pool, key, value, block, group, budget)
+            view = _view(pool, key, value, block, group, budget, frame)
             folded = policy.merge.fold(key, value, victim, stats, view, max_victims)
             stats = folded.stats
             layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, rotation)
@@ -78,7 +81,15 @@ def _ranked(pool: Pool, group: Group, rotation: KeyRotation | None, made: Operan
     return key, value
 
 
-def _view(pool: Pool, key: Array, value: Array, block: Block, group: Group, budget: Array | None) -> View:
+def _view(
+    pool: Pool,
+    key: Array,
+    value: Array,
+    block: Block,
+    group: Group,
+    budget: Array | None,
+    frame: KeyFrame | None,
+) -> View:
     """Returns what the policy may look at. Which slots go is a constant to a gradient."""
     assert budget is not None
     return View(
@@ -91,6 +102,7 @@ def _view(pool: Pool, key: Array, value: Array, block: Block, group: Group, budg
         layer=block.layer,
         decoding=group.decoding,
         heads=group.heads,
+        frame=frame,
     )
 
 

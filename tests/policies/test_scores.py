@@ -1,0 +1,162 @@
+"""Scores of single slots against the worked examples, and against the reference on random keys and values."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies
+from kvjax.errors import PolicyError
+from kvjax.policies.components import KeyFrame
+from tests import layers
+from tests.reference import scores as reference
+from tests.tiny import tiny
+
+CASE = layers.Case(layers.random_streams([0], 27), prompts=np.array([20]), ends=np.array([27]), rope=None)
+CASES = {"caote": range(27, 33), "lagkv": (34, 35), "leverage": (41,), "cur": (45,), "vase": (47, 49)}
+
+
+def view_of(position, key, value, budget=0):
+    """A view of one head: position [S], key and value [S, D]."""
+    key, value = (None if x is None else jnp.asarray(x, jnp.float32)[None, None] for x in (key, value))
+    row = jnp.full(1, budget, jnp.int32)
+    newest = jnp.full(1, int(np.max(position)), jnp.int32)
+    positions = jnp.asarray(position, jnp.int32)[None, None]
+    return policies.View(positions, key, value, newest, row, row, 0, True, None, KeyFrame())
+
+
+class Scored(policies.Importance):
+    """Scores that are given."""
+
+    needs = frozenset()
+
+    def __init__(self, score):
+        self.given = jnp.asarray(score, jnp.float32)[None, None]
+
+    def score(self, stats, view):
+        return self.given
+
+
+@pytest.fixture(scope="module")
+def worked(shared_data):
+    return np.load(shared_data / "examples" / "methods_cases.npz")
+
+
+def found(name, arguments, given):
+    """The library's score [S] of a worked case."""
+    size = len(given.get("value", given.get("key_unrotated", given.get("key"))))
+    position = given.get("position", np.arange(size))
+    view = view_of(position, given.get("key", given.get("key_unrotated")), given.get("value"), size)
+    match name:
+        case "caote":
+            importance = policies.OutputChange(Scored(given["score"]), arguments["fast"])
+        case "lagkv":
+            importance = policies.LagRelative(arguments["lag"], arguments["sinks"])
+        case "leverage":
+            importance = policies.Leverage(arguments["ridge"])
+        case "cur":
+            importance = policies.KeyValueShare(arguments["block"])
+    return np.asarray(importance.score({}, view))[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, cases in CASES.items() if name != "vase" for case in cases]
+)
+def test_worked_scores(worked, name, case):
+    about = json.loads(bytes(worked["cases"]))[case]
+    assert about["name"] == name
+    given = {each: worked[f"{case}_in_{each}"] for each in about["inputs"]}
+    expected = worked[f"{case}_out"]
+    # Protected slots are +inf there; here the scope protects them.
+    open_slots = np.isfinite(expected)
+    got, expected = found(name, about["arguments"], given)[open_slots], expected[open_slots]
+    if name == "lagkv" and about["arguments"]["lag"] == 60:
+        # With fewer than two parts only the order counts.
+        got, expected = np.argsort(got), np.argsort(expected)
+    # The case's leverage is before rounding.
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5 if name == "leverage" else 2e-6)
+
+
+@pytest.mark.parametrize("case", CASES["vase"])
+def test_worked_large_values(worked, case):
+    about = json.loads(bytes(worked["cases"]))[case]
+    assert (about["name"], about["arguments"]["what"]) == ("vase", "large")
+    value, expected = worked[f"{case}_in_value"], worked[f"{case}_out"]
+    own = about["arguments"]
+    # The first slots and the newest are not compared; here a scope says so.
+    among = policies.protect_first(own["sinks"]) | policies.protect_newest(own["protected"])
+    scope = policies.LargestValues(own["large"] - own["sinks"], own["measure"], among)
+    view = view_of(np.arange(len(value)), None, value)
+    marked = np.asarray((scope | policies.protect_first(own["sinks"])).protected({}, view))[0, 0]
+    np.testing.assert_array_equal(marked[: len(expected)], expected.astype(bool))
+
+
+@pytest.mark.parametrize("live", [3, 11, 37, 40])
+def test_scores_of_slots_in_any_order(live):
+    """Empty slots and the order of slots change nothing."""
+    rng = np.random.default_rng(live)
+    size, dim = 40, 6
+    key, value = rng.normal(size=(2, size, dim))
+    position = np.full(size, -1)
+    slots = rng.permutation(size)[:live]
+    position[slots] = np.sort(rng.choice(200, live, replace=False))[rng.permutation(live)]
+    order = slots[np.argsort(position[slots])]
+    view = view_of(position, key, value, live)
+    for importance, expected in (
+        (policies.LagRelative(5, 2), reference.lag_relative(key[order], value[order], 5, 2)),
+        (policies.KeyValueShare(4), reference.key_value_share(key[order], value[order], 4)),
+        (policies.Leverage(0.1), reference.leverage_of(key[order], 0.1)),
+    ):
+        got = np.asarray(importance.score({}, view))[0, 0][order]
+        if isinstance(importance, policies.LagRelative) and live >= 12:
+            got, expected = got[2:], expected[2:]  # the scope protects the first
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (lambda: policies.caote(policies.lagkv(8)), "lagkv.*is not an amount of attention"),
+        (lambda: policies.caote(policies.knorm(8)), "knorm.*is not an amount of attention"),
+        (lambda: policies.caote(policies.tova(8)), "must all hold the same positions"),
+        (lambda: policies.caote(policies.full()), "keeps every token"),
+        (lambda: policies.value_aware(policies.h2o(8), large=5), "protects 9 slots, more than its budget of 8"),
+        (lambda: policies.value_aware(policies.h2o(8), measure="max"), "measure='max' is not valid"),
+        (lambda: policies.phases(policies.h2o(8), policies.h2o(8)), "give a compressor such as snapkv"),
+        (lambda: policies.phases(policies.full(), policies.snapkv(64)), "evicts token by token while decoding"),
+        (lambda: policies.phases(policies.full(), policies.phases(policies.full(), policies.h2o(8))), "token by token"),
+        (lambda: policies.h2o(8, every=0), "every must be a whole number of at least 1"),
+        (lambda: policies.by_page(policies.h2o(64, every=4), page=8), "pages are evicted whole"),
+        (lambda: policies.h2o(9, variant="ring", every=2), "defined token by token"),
+        (lambda: policies.adakv(policies.lagkv(8, every=4)), "is not a compressor"),
+        (lambda: policies.lagkv(8, lag=0), "lag must be a whole number of at least 1"),
+        (lambda: policies.leverage(8, ridge=0), "ridge must be a number from"),
+    ],
+)
+def test_what_cannot_work_is_refused(made, match):
+    with pytest.raises(PolicyError, match=match):
+        made()
+
+
+def test_between_two_rounds_a_head_holds_more_than_its_budget():
+    """From b to b + m - 1 slots after each step, and b again after each m steps."""
+    run = layers.run(policies.h2o(8, every=3), CASE)
+    sizes = [len(run.live(step, 0, 0)) for step in range(CASE.room[1] + 1)]
+    assert sizes == [8, 9, 10, 8, 9, 10, 8, 9]
+
+
+def test_arrays_have_room_for_a_round_and_no_more():
+    """b + m - 1 slots and one for the step's own token."""
+    tokens = np.arange(40)[None] % 7
+    result = kvjax.generate(tiny("gqa").model, tokens, policies.h2o(16, every=5), max_new_tokens=8)
+    assert {layer.position.shape[2] for layer in result.state.layers} == {16 + 5}
+
+
+def test_the_prompt_is_kept_beside_the_budget():
+    policy = policies.phases(policies.full(), policies.random(4, every=2))
+    run = layers.run(policy, CASE)
+    held = run.live(CASE.room[1], 0, 0)
+    prompt = int(CASE.prompts[0])
+    assert held[:prompt] == list(range(prompt)) and 4 <= len(held) - prompt <= 5
