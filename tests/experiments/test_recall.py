@@ -86,7 +86,7 @@ def test_difficulty_counts_what_the_task_says():
     assert len(episode("associative", 9).facts) == 9
     assert len(episode("copy", 8).questions[0].answer.split()) == 8
     assert len(episode("variable", 4).facts) == 4 + 2
-    with pytest.raises(ConfigError, match=r"wants 200 different words, but there are \d+"):
+    with pytest.raises(ConfigError, match=r"needs 200 different words, but there are \d+"):
         recall.associative(np.random.default_rng(0), HELD_OUT, 100)
 
 
@@ -189,6 +189,6 @@ def test_settings_that_cannot_work_are_refused(config, message):
 
 
 def test_a_model_without_a_tokenizer_is_refused():
-    with pytest.raises(ConfigError, match="the model has no tokenizer"):
+    with pytest.raises(ConfigError, match="need a tokenizer, and the model has none"):
         score.make_prompts(RecallConfig(tasks=("copy",)), Model(config=None, params=None), seed=0)
     assert score.make_prompts(configs.ExperimentConfig().recall, Model(config=None, params=None), seed=0) == {}

@@ -451,7 +451,7 @@ def test_back_pressure(model):
             assert server.ask("POST", "/v1/completions", body, wrong)[0] == 401
         # More than there is ever room for.
         status, _, content = server.ask("POST", "/v1/completions", body | {"n": 6}, key)
-        assert status == 400 and "at most 5 fit" in json.loads(content)["error"]["message"]
+        assert status == 400 and "the limit is 5" in json.loads(content)["error"]["message"]
         with ThreadPoolExecutor(5) as clients:
             asked = [clients.submit(server.ask, "POST", "/v1/completions", body, key) for _ in range(5)]
             while server.engine.load.waiting < 5:
@@ -492,7 +492,7 @@ def test_requests_that_do_not_end_when_the_server_is_stopped(model):
         told = b""
         while part := stream.recv(1 << 16):
             told += part
-        assert b"the engine has ended: it was stopped" in told
+        assert b"the engine is not running: it was stopped" in told
 
 
 def test_settings_that_are_refused_before_a_model_is_loaded(capsys, tmp_path):
