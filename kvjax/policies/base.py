@@ -232,7 +232,7 @@ def evict(
       importance: ranks the slots, e.g. `mass` or `recency`.
       scope: protects slots from eviction, e.g. ``protect_newest(64)`` or ``protect_first(4)``; None = none.
       budget: live slots per KV head after each step. An int is a number of slots; a float in (0, 1] a fraction of each
-        row's prompt; a tuple has one of these per layer; None keeps every token.
+        row's prompt; a tuple or an array [L] has one of these per layer; None keeps every token.
       positions: ``original`` rotates keys once, to their position; ``cache`` at every step, to their rank.
       group_reduce: ``mean`` or ``max`` over the query heads that share a KV head.
       merge: folds evicted pairs into others, such as ``d2o()``; None = they are dropped. See `kvjax.policies.merge`.
