@@ -1,4 +1,4 @@
-"""What a reader would see amiss on pages of the built site: too wide for a phone, pictures missing, text too faint."""
+"""Faults that a reader would see on the built site: pages wider than a phone, pictures missing, text too faint."""
 
 from collections.abc import Sequence
 from pathlib import Path
