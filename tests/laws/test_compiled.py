@@ -106,15 +106,21 @@ def shape_of(key: jax.ShapeDtypeStruct) -> str:
     return f"f32[{','.join(map(str, key.shape))}]"
 
 
-@pytest.mark.parametrize("name", ["h2o", "window"])
-def test_decoding_copies_no_cache(name):
-    executable, key = compile_decode(policies.by_name(name, budget=SLOTS))
+@pytest.mark.parametrize(("name", "every"), [("h2o", 1), ("window", 1), ("h2o", 16)])
+def test_decoding_copies_no_cache(name, every):
+    executable, key = compile_decode(policies.by_name(name, budget=SLOTS, every=every))
     assert rewrites(executable.as_text(), shape_of(key)) == []
     memory = executable.memory_analysis()
     held = 2 * WIDE.num_layers * key.size * 4
-    assert key.shape == (BATCH, WIDE.num_kv_heads, SLOTS + 1, WIDE.head_dim)
+    assert key.shape == (BATCH, WIDE.num_kv_heads, SLOTS + every, WIDE.head_dim)
     assert memory.alias_size_in_bytes >= held, "keys and values are donated"
     assert memory.temp_size_in_bytes < key.size * 4, "no room for even one layer's keys"
+
+
+def test_ranking_by_keys_in_rounds_copies_no_cache():
+    """A round's branch reads keys and values; no step rewrites them for it."""
+    executable, key = compile_decode(policies.lagkv(SLOTS, every=16, lag=32))
+    assert rewrites(executable.as_text(), shape_of(key)) == []
 
 
 def test_a_copy_of_the_cache_would_be_seen(monkeypatch):
