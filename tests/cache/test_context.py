@@ -131,6 +131,9 @@ def _by_slot(stats, view):
         (_group(storage=storage.mikv()), "to a second tier"),
         (_group(policies.full(), storage=storage.gear()), "blocks of a prompt in another form"),
         (_group(policies.evict(importance=policies.key_difference, budget=8)), "compares slots with each other"),
+        (_group(policies.leverage(8)), "keys can be rotated only where a device has all slots"),
+        (_group(policies.h2o(8, every=2)), "evicts 2 slots at once"),
+        (_group(policies.phases(policies.full(), policies.h2o(8)).decode), "counts the slots of the prompt"),
         # The order of slots has no meaning, so that no rank may depend on it.
         (_group(policies.evict(importance=Importance(needs=set(), score=_by_slot), budget=8)), "by iota"),
     ],

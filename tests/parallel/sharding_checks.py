@@ -71,6 +71,7 @@ class Case:
       positions: see `CacheSpec`.
       scored: whether to run `log_likelihood` too, besides `generate`.
       merge: name of the policy's merge.
+      every: slots that a head evicts at once.
       storage: see `CacheSpec`.
       selection: see `CacheSpec`.
       layers: of the model. A second is spread as the first is, and takes as long to compile.
@@ -87,6 +88,7 @@ class Case:
     positions: str = "original"
     scored: bool = False
     merge: str | None = None
+    every: int = 1
     storage: Storage = dataclasses.field(default_factory=dense)
     selection: Selection = dataclasses.field(default_factory=everything)
     layers: int = 1
@@ -102,6 +104,8 @@ class Case:
     def spec(self, budget: int = 10) -> CacheSpec:
         """Returns the cache; `budget` is ignored by the policy ``full``."""
         more = {} if self.policy == "full" else {"budget": budget}
+        if self.every > 1:
+            more["every"] = self.every
         if self.merge is not None:
             more["merge"] = policies.MERGES[self.merge]()
         policy = policies.by_name(self.policy, positions=self.positions, **more)
@@ -123,6 +127,8 @@ _LIST = [
     Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2, refilled=True),
     Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2, storage=think(0.4, 8, 4)),
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
+    # Rounds that rank by keys, in rows that are due in different steps.
+    Case("gqa", "leverage", "data:2,model:4", prefill_block=8, ragged=True, every=3),
     Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),
     Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0), parts=4, refilled=True),
     Case("gqa", "full", "data:1,model:8", selection=optimal(6), parts=8),
