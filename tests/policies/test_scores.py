@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies
+from kvjax import policies, storage
 from kvjax.errors import PolicyError
 from kvjax.policies.components import KeyFrame
 from tests import layers
@@ -160,3 +160,11 @@ def test_the_prompt_is_kept_beside_the_budget():
     held = run.live(CASE.room[1], 0, 0)
     prompt = int(CASE.prompts[0])
     assert held[:prompt] == list(range(prompt)) and 4 <= len(held) - prompt <= 5
+
+
+@pytest.mark.parametrize(("residual", "exact"), [(3, False), (6, False), (7, True)])
+def test_tokens_older_than_the_residual_are_coded_between_evictions(residual, exact):
+    """A head of 3 slots holds up to 7, of which only the newest are exact."""
+    spec = kvjax.CacheSpec(policies.local_only(3, every=5), storage.int4(residual=residual))
+    (group,) = layers.lowered(spec, CASE).layout.decode[-1]
+    assert group.storage.exact == exact and sum(group.slots) == 7 + exact

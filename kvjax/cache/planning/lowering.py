@@ -283,7 +283,8 @@ def _groups(
     """A group for the prompt and one for decoding; budgets: the largest of the batch, for each phase."""
     own_heads = config.num_kv_heads if heads is None else len(heads)
     spec = dataclasses.replace(spec, storage=_held(spec, config)[layer][0 if heads is None else heads[0]])
-    if newest_stay(spec, branch, budgets) and max(b or 0 for b in budgets) <= spec.storage.residual:
+    most = max(b or 0 for b in budgets) + branch.decode.every - 1
+    if newest_stay(spec, branch, budgets) and most <= spec.storage.residual:
         # All that stays is among the newest, which are exact.
         spec = dataclasses.replace(spec, storage=dense())
     storage = arrangement_of(spec.storage).of_layer(spec.storage, branch, layer, config.num_layers, sizes)
