@@ -102,6 +102,10 @@ class Budget(Restorable):
         """Returns the largest limit that a head of a layer can get if the average head has `slots`."""
         return slots
 
+    def in_window(self, window: int) -> Budget:
+        """Returns the budget of a layer with a sliding window of `window` positions."""
+        return self
+
     def traced(self) -> Budget:
         """Returns the budget without its numbers: what a compiled program depends on."""
         return GIVEN

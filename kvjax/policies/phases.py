@@ -26,9 +26,11 @@ class BeyondPrompt(Budget):
 
     Attributes:
       after: the number of slots per KV head for tokens after the prompt.
+      window: the sliding window of the layer, outside of which slots of the prompt are not kept; None = no window.
     """
 
     after: Budget
+    window: int | None = None
 
     @property
     def beyond_prompt(self) -> bool:
@@ -61,11 +63,16 @@ class BeyondPrompt(Budget):
         return self.after.largest(prompt_lengths, num_layers)
 
     def limit(self, policy: Evict, stats: Stats, view: View) -> Array:
-        prompt = jnp.sum(view.live & of_prompt(view), axis=2, keepdims=True, dtype=jnp.int32)
-        return prompt + view.budget[:, None, None]
+        kept = view.live & of_prompt(view)
+        if self.window is not None:
+            kept &= view.recent(self.window)
+        return jnp.sum(kept, axis=2, keepdims=True, dtype=jnp.int32) + view.budget[:, None, None]
+
+    def in_window(self, window: int) -> Budget:
+        return dataclasses.replace(self, window=window)
 
     def traced(self) -> Budget:
-        return BeyondPrompt(self.after.traced())
+        return dataclasses.replace(self, after=self.after.traced())
 
     @property
     def value(self) -> Any:

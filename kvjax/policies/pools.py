@@ -14,6 +14,7 @@ from kvjax.numerics.statistics import FETCHED, LAST_FETCHED, Statistic, saturati
 from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Scope, Stats, View
+from kvjax.policies.union import Union
 from kvjax.policies.window import recency
 
 Array = jax.Array
@@ -93,15 +94,20 @@ def protecting(policy: Evict, sinks: int, recent: int) -> Evict:
     """Returns a policy under which slots that a selection always reads, and never chooses, do not look unused.
 
     Args:
-      policy: is returned unchanged unless it is `lru` or `counter`.
+      policy: is returned unchanged unless it is made of `lru` or `counter`.
       sinks: the number of first positions that are always read.
       recent: the number of newest tokens that are always read.
     """
-    scope = policy.scope
-    if not isinstance(scope, Ends):
-        return policy
-    scope = dataclasses.replace(scope, sinks=max(scope.sinks, sinks), min_recent=max(scope.min_recent, recent))
-    return dataclasses.replace(policy, scope=scope)
+
+    def widened(scope: Scope) -> Scope:
+        if isinstance(scope, Union):
+            return Union(tuple(map(widened, scope.scopes)))
+        if not isinstance(scope, Ends):
+            return scope
+        return dataclasses.replace(scope, sinks=max(scope.sinks, sinks), min_recent=max(scope.min_recent, recent))
+
+    scope = widened(policy.scope)
+    return policy if scope == policy.scope else dataclasses.replace(policy, scope=scope)
 
 
 @factory

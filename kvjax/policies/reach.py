@@ -97,7 +97,10 @@ def in_window(policy: Evict, window: int) -> Evict:
     if policy.budget is None:
         return policy
     return dataclasses.replace(
-        policy, importance=Seen(policy.importance, window), scope=SeenScope(policy.scope, window)
+        policy,
+        importance=Seen(policy.importance, window),
+        scope=SeenScope(policy.scope, window),
+        budget=policy.budget.in_window(window),
     )
 
 

@@ -10,6 +10,7 @@ import kvjax
 from kvjax import policies, storage
 from kvjax.errors import PolicyError
 from kvjax.policies.components import KeyFrame
+from kvjax.policies.pools import protecting
 from tests import layers
 from tests.reference import scores as reference
 from tests.tiny import tiny
@@ -168,3 +169,20 @@ def test_tokens_older_than_the_residual_are_coded_between_evictions(residual, ex
     spec = kvjax.CacheSpec(policies.local_only(3, every=5), storage.int4(residual=residual))
     (group,) = layers.lowered(spec, CASE).layout.decode[-1]
     assert group.storage.exact == exact and sum(group.slots) == 7 + exact
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_prompt_that_a_sliding_window_has_left_is_not_kept(every):
+    """After step s, 7 - s positions of the prompt are in a window of 8."""
+    run = layers.run(policies.phases(policies.full(), policies.random(3, every=every)), CASE._replace(window=8))
+    prompt = int(CASE.prompts[0])
+    for step in range(1, CASE.room[1] + 1):
+        held = run.live(step, 0, 0)
+        in_window = [each for each in range(prompt) if each > prompt - 1 + step - 8]
+        assert set(in_window) <= set(held) and len(held) < len(in_window) + 3 + every
+    assert not run.layout.decode[-1][0].evicts_one
+
+
+def test_slots_that_a_selection_always_reads_are_protected_beside_a_prompt():
+    made = policies.phases(policies.full(), policies.lru(16))
+    assert protecting(made.decode, 2, 3).protects(16) == protecting(policies.lru(16), 2, 3).protects(16) > 8

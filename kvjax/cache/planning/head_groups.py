@@ -57,8 +57,9 @@ class Branch(NamedTuple):
         prompt = own(self.prompt)
         if self.decode is self.prompt:
             return self._replace(prompt=prompt, decode=prompt)
-        # Of two policies, one may keep its budget where the other takes the window's slots; see `slots_in`.
-        one = self.evicts_one and (window is None or self.prompt.budget is None or self.decode.budget is None)
+        # Of two policies, one may keep its budget where the other takes the window's slots (see `slots_in`), or keep
+        # tokens of the prompt that the window leaves while the other decodes.
+        one = self.evicts_one and (window is None or self.decode.budget is None)
         return self._replace(prompt=prompt, decode=own(self.decode), evicts_one=one)
 
     def slots_in(self, policy: Evict, slots: int, window: int | None) -> int:
