@@ -33,6 +33,7 @@ from kvjax.parallel import sharding
 from kvjax.parallel.host_memory import DEVICE, HOST, PINNED
 from kvjax.parallel.rules import Rules, using
 from kvjax.parallel.sharding import Params, PyTree
+from kvjax.policies.traits import held_in_steps, left_of_prompt
 from kvjax.products.quantized import MATRIX, QuantizedMatrix, is_quantized
 from kvjax.storage.calibration import side_shapes
 
@@ -210,10 +211,12 @@ def average_slots(
             if group.unranked:
                 # What is evicted is held in a low tier, and read.
                 kept = limit = None
-            survivors = prompt_length if kept is None else min(int(kept.max()), prompt_length)
+            own = lowered.layout.prompt[layer][number].policy
+            survivors = prompt_length if kept is None else left_of_prompt(own, int(kept.max()), prompt_length)
             # [steps]: the survivors of the prompt, and the tokens decoded since
             held = seen - prompt_length + survivors
-            held = held if limit is None else np.minimum(held, int(limit.max()) + 1)
+            if limit is not None:
+                held = held_in_steps(group.policy, int(limit.max()), survivors, seen - prompt_length, window)
             # A selection that ranks by the keys themselves reads them all.
             width = None if group.selection.ranks_by_keys else group.selection.width(group.capacity)
             read = held if width is None else np.minimum(held, width)

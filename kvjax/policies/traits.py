@@ -1,5 +1,7 @@
 """Questions about a policy that other rooms ask: only policies and the cache look at how a policy is made."""
 
+import numpy as np
+
 from kvjax.errors import SelectionError
 from kvjax.policies.base import Evict, Policy
 from kvjax.policies.h2o import Ring
@@ -100,3 +102,25 @@ def splits_heads(policy: Policy) -> bool:
 def one_at_every_step(policy: Policy) -> bool:
     """Returns whether a single policy evicts at every step, in the prompt and while decoding, in all heads alike."""
     return isinstance(policy, Evict) and policy.when == "step"
+
+
+def left_of_prompt(policy: Evict, budget: int, length: int) -> int:
+    """Returns the number of slots that a policy leaves of a prompt of `length` tokens."""
+    return length if length < budget + policy.every else budget
+
+
+def held_in_steps(policy: Evict, budget: int, survivors: int, new: np.ndarray, window: int | None) -> np.ndarray:
+    """Returns the number of slots that a head holds in each decoding step, before it evicts; [steps].
+
+    Args:
+      policy: evicts while decoding.
+      budget: its number of slots.
+      survivors: the number of slots that are left of the prompt.
+      new: [steps] the number of tokens after the prompt.
+      window: the sliding window of the layer; None = no window.
+    """
+    limit = np.full_like(new, budget)
+    if policy.budget is not None and policy.budget.beyond_prompt:
+        limit = budget + (np.full_like(new, survivors) if window is None else np.clip(window - new, 0, survivors))
+    over = survivors + new - limit
+    return np.where(over > 0, limit + 1 + (over - 1) % policy.every, survivors + new)

@@ -9,6 +9,7 @@ import pytest
 import kvjax
 from kvjax import policies, storage
 from kvjax.errors import PolicyError
+from kvjax.planning.roofline import average_slots
 from kvjax.policies.components import KeyFrame
 from kvjax.policies.pools import protecting
 from tests import layers
@@ -181,6 +182,21 @@ def test_a_prompt_that_a_sliding_window_has_left_is_not_kept(every):
         in_window = [each for each in range(prompt) if each > prompt - 1 + step - 8]
         assert set(in_window) <= set(held) and len(held) < len(in_window) + 3 + every
     assert not run.layout.decode[-1][0].evicts_one
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.h2o(8, every=3),
+        policies.h2o(19, every=3),
+        policies.phases(policies.full(), policies.random(4, every=2)),
+        policies.phases(policies.knorm(9), policies.random(4)),
+    ],
+)
+def test_the_roofline_counts_what_a_step_holds(policy):
+    run, steps = layers.run(policy, CASE), CASE.room[1]
+    counted = average_slots(layers.config(CASE), layers.lowered(policy, CASE), int(CASE.prompts[0]), steps + 1)
+    assert counted[0].held == np.mean([len(run.live(step, 0, 0)) + 1 for step in range(steps)])
 
 
 def test_slots_that_a_selection_always_reads_are_protected_beside_a_prompt():
