@@ -137,16 +137,16 @@ class Phases(Policy):
             raise PolicyError(f"after_prefill(then={two.name}): its heads have caches of their own; use it by itself.")
         if not isinstance(two, Evict) or two.when != "step":
             raise PolicyError(f"after_prefill(then={two.name}): it is for prompts only; give an eviction policy.")
+        call = f"phases({one.name}, {two.name})" if keeps_prompt else f"after_prefill({one.name}, then={two.name})"
         for field in ("positions", "group_reduce"):
             first, second = getattr(one, field), getattr(two, field)
             if first != second and (field == "positions" or (one.needs and two.needs)):
                 raise PolicyError(
-                    f"after_prefill({one.name}, then={two.name}): {field} {first!r} and {second!r} differ; "
-                    "both share one cache and one attention."
+                    f"{call}: {field} {first!r} and {second!r} differ; both share one cache and one attention."
                 )
         if two.importance.shared_by_heads and not whole:
             raise PolicyError(
-                f"after_prefill({one.name}, then={two.name}): its heads must all hold the same positions, and a "
+                f"{call}: its heads must all hold the same positions, and a "
                 "compressor leaves each its own; use one that ranks every head by itself, such as "
                 "tova(share_heads=False)."
             )

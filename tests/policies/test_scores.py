@@ -129,6 +129,8 @@ def test_scores_of_slots_in_any_order(live):
         (lambda: policies.phases(policies.h2o(8), policies.h2o(8)), "give a compressor such as snapkv"),
         (lambda: policies.phases(policies.full(), policies.snapkv(64)), "evicts token by token while decoding"),
         (lambda: policies.phases(policies.full(), policies.phases(policies.full(), policies.h2o(8))), "token by token"),
+        (lambda: policies.phases(policies.full(positions="cache"), policies.h2o(8)), r"phases\(full, h2o\): positions"),
+        (lambda: policies.phases(policies.snapkv(64), policies.tova(8)), r"phases\(snapkv, tova\): its heads"),
         (lambda: policies.h2o(8, every=0), "every must be a whole number of at least 1"),
         (lambda: policies.by_page(policies.h2o(64, every=4), page=8), "pages are evicted whole"),
         (lambda: policies.h2o(9, variant="ring", every=2), "defined token by token"),
