@@ -65,9 +65,9 @@ def _postfix(bar: tqdm, name: str, stages: Stages) -> None:
 
 
 def _line(said: str, stages: Stages, name: str, seconds: float) -> str:
-    """Returns a line about an item that is worked on: ``policy 2 of 7: h2o (compiling), 12 s so far``."""
+    """Returns a line about an item that is worked on: ``policy 2 of 7: h2o, 12 s so far: compiling``."""
     stage = stages.text(name)
-    return f"{said}{f' ({stage})' if stage else ''}, {seconds:.0f} s so far"
+    return f"{said}, {seconds:.0f} s so far{f': {stage}' if stage else ''}"
 
 
 @contextlib.contextmanager

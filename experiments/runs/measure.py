@@ -212,10 +212,10 @@ def measure(
     prompts = tokens[:, :prompt_length]
     logprobs = None
     prefill_times, decode_times = [], []
-    first_call = "compiling unless kept, then "
+    first_call = "compiling or loading programs, then "
     for turn in range(1 + repeats):
         timed = f"repetition {turn} of {repeats}, " if turn else first_call
-        stages.enter(f"{timed}prompts of {rows} rows, {prompt_length} tokens each")
+        stages.enter(f"{timed}reading prompts, {rows} rows of {prompt_length} tokens")
         start = time.perf_counter()
         with prompt_store.suspended() if repeats else contextlib.nullcontext():
             prefilled = prefill(

@@ -42,6 +42,7 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
         parts=group.parts,
         sides=held.empty_sides(group.storage, (batch, heads), dim, dtype) if group.slots else {},
         marks=marks,
+        memory={each.name: each.empty((batch, heads, group.queries), dim) for each in group.memory},
     )
     return constrain_slots(layer, group.per_head) if group.slot_axes else constrain(layer)
 

@@ -8,6 +8,7 @@ from kvjax.cache.arrangements import Arrangement, arrangement_of
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict
 from kvjax.policies.components import Everything
+from kvjax.policies.row_memory import RowMemory
 from kvjax.policies.window import First, full
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
@@ -45,6 +46,8 @@ class Group:
       storage: how slots are held.
       selection: which slots a query reads.
       needs: the statistics that are kept, for this policy and for the one that decodes.
+      memory: what is remembered of a row's queries, likewise.
+      queries: query heads of each KV head, if any are remembered; otherwise 1.
       slots: the number of slots of each store; () = as many as the prompt has tokens (one-shot prefill).
       array_sizes: what else arrays are sized for, if the storage's layout is not of single slots.
       decoding: whether the prompt is over.
@@ -66,6 +69,8 @@ class Group:
     storage: Storage = dataclasses.field(default_factory=dense)
     selection: Selection = dataclasses.field(default_factory=everything)
     needs: frozenset[Statistic] = frozenset()
+    memory: tuple[RowMemory, ...] = ()
+    queries: int = 1
     slots: tuple[int, ...] = ()
     array_sizes: ArraySizes | None = None
     decoding: bool = False

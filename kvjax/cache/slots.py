@@ -236,7 +236,7 @@ def divided(layer: LayerKV, per_head: frozenset[str]) -> LayerKV:
     def count(path: KeyPath, leaf: Array) -> int:
         names = sharding.path_names(path)
         # Every device has the exact tokens that wait until their block is full, and what a head has once.
-        once = names[0] in ("sides", "marks") or (layer.in_blocks and names[-1] == EXACT)
+        once = names[0] in ("sides", "marks", "memory") or (layer.in_blocks and names[-1] == EXACT)
         once |= names[0] == "index" and names[-1] in per_head
         return 2 if once else 3
 

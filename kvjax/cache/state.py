@@ -36,6 +36,7 @@ class LayerKV(flax.struct.PyTreeNode):
       marks: of a layout of blocks, ``key`` and ``value`` -> [B, K] int32, the number of tokens that are encoded; where
         the slots of each device hold their ranks, ``live`` -> [B, K] int32, the live slots on all devices; otherwise
         {}.
+      memory: name of a `kvjax.policies.row_memory.RowMemory` -> its arrays [B, K, ...].
     """
 
     position: Array
@@ -46,6 +47,7 @@ class LayerKV(flax.struct.PyTreeNode):
     parts: int = flax.struct.field(pytree_node=False, default=1)
     sides: Sides = flax.struct.field(default_factory=dict)
     marks: dict[str, Array] = flax.struct.field(default_factory=dict)
+    memory: dict[str, dict[str, Array]] = flax.struct.field(default_factory=dict)
 
     def __repr__(self) -> str:
         return one_line(self)

@@ -225,6 +225,7 @@ def _saved_group(folder: str | Path, saved: dict[str, PyTree]) -> LayerKV:
         stats=saved.get("stats", {}),
         index=saved.get("index", {}),
         marks=saved.get("marks", {}),
+        memory=saved.get("memory", {}),
         sides=saved.get("sides", {}),
         dim=stores[-1]["key"]["exact"].shape[-1],
         parts=_parts(saved),

@@ -13,6 +13,7 @@ from kvjax.policies.budget import Budget, Fraction, FromLayer, Given, PerLayer, 
 from kvjax.policies.caote import OutputChange, caote
 from kvjax.policies.combinators import Best, TimesValueNorm, by_page, from_layer, value_norm, with_heavy_hitters
 from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
+from kvjax.policies.expected_attention import ExpectedAttention, expected_attention
 from kvjax.policies.h2o import (
     DecayedMass,
     Mass,
@@ -36,7 +37,9 @@ from kvjax.policies.padded import Padded, padded
 from kvjax.policies.patterns import LastColumns, OwnBlock, Strided, Uniform, fixed, random, strided
 from kvjax.policies.phases import BeyondPrompt, Phases, WholePrompt, after_prefill, phases
 from kvjax.policies.pools import Ends, Fetched, LastFetched, counter, fifo, lru
+from kvjax.policies.query_window import RecentAttention, Redundancy, morphkv, rkv
 from kvjax.policies.roco import MeanMass, Varying, mean_attention, mean_mass, protect_varying, roco
+from kvjax.policies.row_memory import QueryMoments, RecentQueries, RowMemory
 from kvjax.policies.scissorhands import TimesAbove, scissorhands, times_above
 from kvjax.policies.slot_order import FirstSlots
 from kvjax.policies.snapkv import (
@@ -77,6 +80,9 @@ POLICIES: Registry[Policy] = Registry(
         "pyramidkv": pyramidkv,
         "knorm": knorm,
         "keydiff": keydiff,
+        "rkv": rkv,
+        "morphkv": morphkv,
+        "expected_attention": expected_attention,
         "lagkv": lagkv,
         "leverage": leverage,
         "cur": cur,
@@ -109,18 +115,19 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
-    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "Fetched", "First", "FirstSlots", "Folded",
-    "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeyDifference", "KeyValueShare",
-    "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LowNorm", "Mass", "MeanMass",
-    "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded", "PerLayer", "Phases", "Policy",
-    "PromptEnd", "Pyramid", "Recency", "Ring", "Scope", "Shared", "SharedLast", "Slots", "Split", "Strided",
-    "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WholePrompt",
-    "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote",
-    "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict",
-    "fifo", "fixed", "from_layer", "full", "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff",
-    "knorm", "kvmerger", "lagkv", "last", "leverage", "local_only", "low_norm", "lru", "mass", "mean_attention",
-    "mean_mass", "names", "observation_window_score", "padded", "phases", "protect_any", "protect_first",
-    "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency",
-    "ring", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "streaming_llm", "strided", "times_above",
-    "tova", "value_aware", "value_norm", "window", "with_heavy_hitters",
+    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First",
+    "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeyDifference",
+    "KeyValueShare", "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LowNorm",
+    "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded", "PerLayer",
+    "Phases", "Policy", "PromptEnd", "Pyramid", "QueryMoments", "Recency", "RecentAttention", "RecentQueries",
+    "Redundancy", "Ring", "RowMemory", "Scope", "Shared", "SharedLast", "Slots", "Split", "Strided", "TextFraction",
+    "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WholePrompt", "WithSelection", "accepts",
+    "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "compensation", "compress", "counter",
+    "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict", "expected_attention", "fifo", "fixed",
+    "from_layer", "full", "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger",
+    "lagkv", "last", "leverage", "local_only", "low_norm", "lru", "mass", "mean_attention", "mean_mass", "morphkv",
+    "names", "observation_window_score", "padded", "phases", "protect_any", "protect_first", "protect_newest",
+    "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency", "ring", "rkv",
+    "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "streaming_llm", "strided", "times_above", "tova",
+    "value_aware", "value_norm", "window", "with_heavy_hitters",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from kvjax.errors import KvjaxError, PolicyError
 from kvjax.numerics.statistics import NAMED, Statistic, resolve
 from kvjax.policies.budget import Budget, BudgetLike, as_budget
 from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, everything, keep
+from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 When = Literal["step", "prompt_end"]
@@ -138,6 +139,11 @@ class Evict(Policy):
     def remembers(self) -> tuple[str, ...]:
         """The names of statistics that attention does not report, [B, K, S] float32."""
         return self.merge.remembers if self.merge else ()
+
+    @property
+    def memory(self) -> tuple[RowMemory, ...]:
+        """The memories of a row's queries that ranking reads."""
+        return tuple(dict.fromkeys((*self.importance.memory, *self.scope.memory)))
 
     @property
     def reads(self) -> frozenset[str]:

@@ -10,6 +10,7 @@ from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, Policy, factory
 from kvjax.policies.combinators import ranks_each_head
 from kvjax.policies.components import Importance, Stats, View
+from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 CERTAIN = 1e-6  # a share within this of 1 is all of the attention
@@ -48,6 +49,10 @@ class OutputChange(Importance):
     def reads(self) -> frozenset[str]:
         return frozenset(self.importance.reads) | {"value"}
 
+    @property
+    def memory(self) -> tuple[RowMemory, ...]:
+        return self.importance.memory
+
     def score(self, stats: Stats, view: View) -> Array:
         live = view.live
         # [B, K, S]
@@ -69,12 +74,12 @@ class OutputChange(Importance):
 def caote(policy: Policy, *, fast: bool = False) -> Evict:
     """Ranks by the change of the output without a slot, by a policy's importance (CAOTE, arXiv:2504.14051).
 
-    Importance: see `OutputChange`. The policy's scope protects as before; of several slots that are evicted at once,
-    each is ranked as if it were the only one.
+    The policy's importance is taken as the attention that a slot will receive; see `OutputChange`. The policy's scope
+    protects as before; of several slots that are evicted at once, each is ranked as if it were the only one.
 
     Args:
       policy: made by `evict` or `compress`, such as h2o, tova(share_heads=False) or snapkv.
-      fast: see `OutputChange`.
+      fast: whether the mean of all values stands for the output of attention, which saves a sum over slots.
 
     Raises:
       PolicyError: a policy whose importance only orders the slots or can be negative, whose heads share it (`tova`,

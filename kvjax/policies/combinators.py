@@ -17,6 +17,7 @@ from kvjax.policies.h2o import mass
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
+from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 
@@ -48,6 +49,10 @@ class Best(Scope):
     @property
     def reads(self) -> frozenset[str]:
         return self.policy.reads
+
+    @property
+    def memory(self) -> tuple[RowMemory, ...]:
+        return self.policy.memory
 
     def kept(self, budget: Array | int) -> Any:
         """Returns b - ⌊fraction·b⌋ for a number or integers [...], in the same shape."""
@@ -108,6 +113,10 @@ class TimesValueNorm(Importance):
     @property
     def reads(self) -> frozenset[str]:
         return self.importance.reads | {"value"}
+
+    @property
+    def memory(self) -> tuple[RowMemory, ...]:
+        return self.importance.memory
 
     def score(self, stats: Stats, view: View) -> Array:
         # [B, K, S]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from kvjax.arguments import Restorable, check_hashable
 from kvjax.errors import PolicyError
 from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import Statistic
+from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 Stats = Mapping[str, Array]  # statistic name -> [B, K, S, ...]
@@ -46,6 +48,8 @@ class View(NamedTuple):
       decoding: whether the prompt is over.
       heads: the model's indices of these KV heads, a tuple or [K] int32; None = all, in order.
       frame: how `key` is rotated; None where slots are divided over devices, and in kernels.
+      memory: name of a `RowMemory` -> its arrays [B, K, ...].
+      scale: factor of the logits.
     """
 
     position: Array
@@ -58,6 +62,8 @@ class View(NamedTuple):
     decoding: bool
     heads: tuple[int, ...] | Array | None = None
     frame: KeyFrame | None = None
+    memory: Mapping[str, Mapping[str, Array]] = MappingProxyType({})
+    scale: float = 1.0
 
     @property
     def live(self) -> Array:
@@ -111,6 +117,7 @@ class Importance:
       by_age: whether the score is the position, so that the oldest is evicted first.
       by_position: whether the score depends on positions alone, so that all heads hold the same.
       reads: which of "key" and "value" `score` reads from the view.
+      memory: what `score` reads of a row's queries, as `kvjax.policies.row_memory.RowMemory`.
     """
 
     score: Callable[[Stats, View], Array]
@@ -131,9 +138,11 @@ class Importance:
         def by_position(self) -> bool: ...
         @property
         def reads(self) -> frozenset[str]: ...
+        @property
+        def memory(self) -> tuple[RowMemory, ...]: ...
     else:
         amount, signed, shared_by_heads, by_age, by_position = True, False, False, False, False
-        reads = frozenset()
+        reads, memory = frozenset(), ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Importance":
         return super().__new__(ImportanceFunction if cls is Importance else cls)
@@ -166,6 +175,7 @@ class Scope(Restorable):
       protected: (stats, view) -> [B, K, S] bool.
       count: budget in slots -> the number of protected slots.
       reads: which of "key" and "value" `protected` reads from the view.
+      memory: see `Importance`.
     """
 
     protected: Callable[[Stats, View], Array]
@@ -177,8 +187,10 @@ class Scope(Restorable):
         def needs(self) -> frozenset[str | Statistic]: ...
         @property
         def reads(self) -> frozenset[str]: ...
+        @property
+        def memory(self) -> tuple[RowMemory, ...]: ...
     else:
-        reads = frozenset()
+        reads, memory = frozenset(), ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Scope":
         return super().__new__(ScopeFunction if cls is Scope else cls)

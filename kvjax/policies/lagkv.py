@@ -89,7 +89,9 @@ def lagkv(
 ) -> Evict:
     """Keeps the slots that vary most over features, relative to the next part of the text (LagKV, arXiv:2504.04704).
 
-    Importance: see `LagRelative`; the first `sinks` slots are protected. No attention is looked at.
+    The text is divided into parts of `lag` slots, and each is normalized by the range of the part after it. In a part,
+    slots whose keys and values vary most over features rank highest; see `LagRelative`. The first `sinks` slots are
+    protected. Attention is not used.
 
     Args:
       budget: slots per KV head; see `evict`.

@@ -103,12 +103,13 @@ def leverage(
 ) -> Evict:
     """Keeps the keys of the largest leverage: directions that few other keys have (Compactor, arXiv:2507.08143).
 
-    Importance: see `Leverage`. The authors add a score of attention to it.
+    Leverage is x (XᵀX + ridge·I)⁻¹ xᵀ of the keys before rotation; see `Leverage`. The authors add a score of attention
+    to it.
 
     Args:
       budget: slots per KV head; see `evict`.
       every: see `lagkv`.
-      ridge: see `Leverage`.
+      ridge: added to the diagonal of XᵀX; greater than 0.
       positions: see `evict`.
     """
     return compress_or_evict(every, importance=Leverage(ridge), budget=budget, positions=positions, name="leverage")
@@ -118,11 +119,12 @@ def leverage(
 def cur(budget: BudgetLike, *, block: int = 16, sinks: int = 4, positions: str = "original") -> Evict:
     """Keeps keys and values of large norms within their block (CurDKV, arXiv:2509.15038).
 
-    Importance: see `KeyValueShare`; the first `sinks` slots are protected.
+    A slot's importance is its share of the squared norms of keys in its block, times that of values; see
+    `KeyValueShare`. The first `sinks` slots are protected.
 
     Args:
       budget: slots per KV head that remain of a prompt; see `snapkv`.
-      block: see `KeyValueShare`.
+      block: the number of slots of a block, in the order of their positions.
       sinks: the number of first slots that are protected.
       positions: see `evict`.
     """

@@ -10,6 +10,7 @@ from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict
 from kvjax.policies.components import Importance, Scope, Stats, View
+from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 
@@ -50,6 +51,14 @@ class Seen(Importance):
     def reads(self) -> frozenset[str]:
         return self.inner.reads
 
+    @property
+    def memory(self) -> tuple[RowMemory, ...]:
+        return self.inner.memory
+
+    @property
+    def signed(self) -> bool:
+        return self.inner.signed
+
     def score(self, stats: Stats, view: View) -> Array:
         return jnp.where(view.recent(self.window), self.inner.score(stats, view), -jnp.inf)
 
@@ -73,6 +82,10 @@ class SeenScope(Scope):
     @property
     def reads(self) -> frozenset[str]:
         return self.inner.reads
+
+    @property
+    def memory(self) -> tuple[RowMemory, ...]:
+        return self.inner.memory
 
     def protected(self, stats: Stats, view: View) -> Array:
         return self.inner.protected(stats, view) & view.recent(self.window)

@@ -10,6 +10,7 @@ from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.components import Everything, Scope, Stats, View, check_declared, everything
 from kvjax.policies.h2o import Ring
+from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 
@@ -45,6 +46,10 @@ class Union(Scope):
     @property
     def reads(self) -> frozenset[str]:
         return frozenset().union(*(each.reads for each in self.scopes))
+
+    @property
+    def memory(self) -> tuple[RowMemory, ...]:
+        return tuple(each for scope in self.scopes for each in scope.memory)
 
     def protected(self, stats: Stats, view: View) -> Array:
         return functools.reduce(operator.or_, (each.protected(stats, view) for each in self.scopes))

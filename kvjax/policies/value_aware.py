@@ -13,6 +13,7 @@ from kvjax.numerics.top_k import largest
 from kvjax.policies.base import Evict, Policy, factory
 from kvjax.policies.combinators import ranks_each_head
 from kvjax.policies.components import Scope, Stats, View
+from kvjax.policies.row_memory import RowMemory
 from kvjax.policies.union import protect_any
 
 Array = jax.Array
@@ -56,6 +57,10 @@ class LargestValues(Scope):
     @property
     def reads(self) -> frozenset[str]:
         return frozenset({"value"}) | (frozenset() if self.among is None else frozenset(self.among.reads))
+
+    @property
+    def memory(self) -> tuple[RowMemory, ...]:
+        return () if self.among is None else self.among.memory
 
     def protected(self, stats: Stats, view: View) -> Array:
         position = view.position

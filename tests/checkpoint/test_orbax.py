@@ -50,7 +50,7 @@ def test_params(model, tmp_path):
 @pytest.mark.parametrize(
     "spec",
     [
-        CacheSpec(policies.full()), CacheSpec(policies.h2o(budget=6)),
+        CacheSpec(policies.full()), CacheSpec(policies.h2o(budget=6)), CacheSpec(policies.morphkv(budget=6, window=2)),
         CacheSpec(policies.h2o(budget=6), storage.int8(residual=2)),
         CacheSpec(policies.full(), selection=selection.quest(page=4, budget=12, first_layer=0)),
     ],

@@ -261,14 +261,14 @@ def test_a_run_says_what_it_does(small, monkeypatch, capsys):
     sweep.sweep(small, [("policy.budget", [8])])
     assert list(dict.fromkeys(name for name, _ in entered)) == ["", "full", "window"]
     assert [stage for name, stage in entered if name == "window"] == [
-        "compiling unless kept, then prompts of 2 rows, 16 tokens each",
-        "compiling unless kept, then scoring 6 tokens of 2 rows",
-        "compiling unless kept, then generating 6 tokens of 2 rows",
+        "compiling or loading programs, then reading prompts, 2 rows of 16 tokens",
+        "compiling or loading programs, then scoring 6 tokens of 2 rows",
+        "compiling or loading programs, then generating 6 tokens of 2 rows",
         "repetition 1 of 1, prompts of 2 rows, 16 tokens each",
         "repetition 1 of 1, generating 6 tokens of 2 rows",
     ]
     said = capsys.readouterr().err
-    assert re.search(r"^run 1 of 1: budget=8 \((full|window): [^;]*\), \d+ s so far$", said, re.M)
+    assert re.search(r"^run 1 of 1: budget=8, \d+ s so far: (full|window): [^;]*$", said, re.M)
     assert "loading tiny; " not in said, "it has ended when caches are measured"
 
 

@@ -97,8 +97,8 @@ def trace(spec: CacheSpec, block: int | None) -> None:
 
 #: Policies under which a row keeps every token that it has decoded.
 APPENDING = {
-    "full", "snapkv", "pyramidkv", "knorm", "keydiff", "lagkv", "leverage", "cur", "adakv", "value_aware",
-    "knorm@cache", "h2o[masked]", "h2o[global]", "h2o[local]",
+    "full", "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "adakv",
+    "value_aware", "knorm@cache", "h2o[masked]", "h2o[global]", "h2o[local]",
 }  # fmt: skip
 HIDING = {"h2o[masked]", "h2o[global]", "h2o[local]"}
 

@@ -42,6 +42,7 @@ SPECS = {
         policies.split_heads(((True, False),) * LAYERS, policies.h2o(0.5), policies.tova(0.5)),
         storage=examples.held("int4"),
     ),
+    "memory of queries": CacheSpec(policies.rkv(8, every=3, window=2)),
     "quest": CacheSpec(policies.full(), selection=examples.chosen("quest")),
     "infinigen": CacheSpec(policies.full(), selection=examples.chosen("infinigen")),
     "layers differ": CacheSpec(policies.from_layer(policies.h2o(0.5), first=2)),

@@ -106,6 +106,8 @@ class Case:
         more = {} if self.policy == "full" else {"budget": budget}
         if self.every > 1:
             more["every"] = self.every
+        if self.policy == "morphkv":
+            more["window"] = 4
         if self.merge is not None:
             more["merge"] = policies.MERGES[self.merge]()
         policy = policies.by_name(self.policy, positions=self.positions, **more)
@@ -127,8 +129,8 @@ _LIST = [
     Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2, refilled=True),
     Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2, storage=think(0.4, 8, 4)),
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
-    # Rounds that rank by keys, in rows that are due in different steps.
-    Case("gqa", "leverage", "data:2,model:4", prefill_block=8, ragged=True, every=3),
+    # Rounds, in rows that are due in different steps, and a memory of queries.
+    Case("gqa", "morphkv", "data:2,model:4", prefill_block=8, ragged=True, every=3),
     Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),
     Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0), parts=4, refilled=True),
     Case("gqa", "full", "data:1,model:8", selection=optimal(6), parts=8),

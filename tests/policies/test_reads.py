@@ -36,9 +36,13 @@ def used(function, policy):
     stats |= {name: jnp.zeros((B, K, S)) for name in policy.remembers}
     position, rows = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S)), jnp.full(B, 8, jnp.int32)
 
+    memory = {each.name: each.empty((B, K, 2), D) for each in policy.memory}
+
     def traced(key, value):
         newest = jnp.full(B, S - 1, jnp.int32)
-        return function(stats, policies.View(position, key, value, newest, rows, rows, 0, True, None, KeyFrame()))
+        return function(
+            stats, policies.View(position, key, value, newest, rows, rows, 0, True, None, KeyFrame(), memory)
+        )
 
     jaxpr = jax.make_jaxpr(traced)(*(jnp.zeros((B, K, S, D)),) * 2).jaxpr
     live = {id(each) for each in jaxpr.outvars}

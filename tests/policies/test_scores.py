@@ -12,12 +12,21 @@ from kvjax.errors import PolicyError
 from kvjax.planning.roofline import average_slots
 from kvjax.policies.components import KeyFrame
 from kvjax.policies.pools import protecting
+from kvjax.policies.query_window import redundancy
 from tests import layers
 from tests.reference import scores as reference
 from tests.tiny import tiny
 
 CASE = layers.Case(layers.random_streams([0], 27), prompts=np.array([20]), ends=np.array([27]), rope=None)
-CASES = {"caote": range(27, 33), "lagkv": (34, 35), "leverage": (41,), "cur": (45,), "vase": (47, 49)}
+CASES = {
+    "redundancy": (36,),
+    "rkv_attention": (37,),
+    "caote": range(27, 33),
+    "lagkv": (34, 35),
+    "leverage": (41,),
+    "cur": (45,),
+    "vase": (47, 49),
+}
 
 
 def view_of(position, key, value, budget=0):
@@ -52,6 +61,13 @@ def found(name, arguments, given):
     position = given.get("position", np.arange(size))
     view = view_of(position, given.get("key", given.get("key_unrotated")), given.get("value"), size)
     match name:
+        case "redundancy":
+            return np.asarray(redundancy(view.key, view.position, arguments["similar"]))[0, 0]
+        case "rkv_attention":
+            window = arguments["window"]
+            memory = {"query": jnp.asarray(given["query"])[None, None], "position": jnp.arange(window)[None, None]}
+            view = view._replace(memory={policies.RecentQueries(window).name: memory}, scale=8**-0.5)
+            importance = policies.Redundancy(window, arguments["kernel"], 1.0, 0.5)
         case "caote":
             importance = policies.OutputChange(Scored(given["score"]), arguments["fast"])
         case "lagkv":
@@ -71,6 +87,9 @@ def test_worked_scores(worked, name, case):
     assert about["name"] == name
     given = {each: worked[f"{case}_in_{each}"] for each in about["inputs"]}
     expected = worked[f"{case}_out"]
+    if name == "rkv_attention":
+        # The newest slots are left out there.
+        expected = np.concatenate([expected, np.full(about["arguments"]["window"], np.inf)])
     # Protected slots are +inf there; here the scope protects them.
     open_slots = np.isfinite(expected)
     got, expected = found(name, about["arguments"], given)[open_slots], expected[open_slots]

@@ -17,6 +17,14 @@ import numpy as np
 Array = np.ndarray
 
 
+class Query(NamedTuple):
+    """The queries of one token on one KV head."""
+
+    position: int
+    rotated: Array  # [G, D], at its position
+    unrotated: Array  # [G, D]
+
+
 class View(NamedTuple):
     """One KV head after its statistics were updated; slots are in ascending order of position."""
 
@@ -28,6 +36,9 @@ class View(NamedTuple):
     budget: int  # b of this row and layer
     prompt_length: int  # of this row
     unrotated: Array | None = None  # [S, D] keys before RoPE
+    rotated: Array | None = None  # [S, D] keys at their positions
+    queries: tuple[Query, ...] = ()  # all that the row has had, in order
+    theta: float | None = None  # of RoPE
 
 
 class Observed(NamedTuple):

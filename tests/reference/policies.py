@@ -30,6 +30,7 @@ from tests.reference.eviction import (
     tova,
     window,
 )
+from tests.reference.queries import expected_attention, morphkv, rkv
 from tests.reference.scores import caote, cur, lagkv, leverage, phases, value_aware
 
 
@@ -101,6 +102,9 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "fifo": fifo,
     "lru": lru,
     "counter": counter,
+    "rkv": rkv,
+    "morphkv": morphkv,
+    "expected_attention": expected_attention,
     "lagkv": lagkv,
     "leverage": leverage,
     "cur": cur,

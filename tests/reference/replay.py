@@ -19,7 +19,7 @@ from tests.reference.base import Array, Observed, Policy
 from tests.reference.decoder import _blocks
 from tests.reference.eviction import full
 from tests.reference.selection import Choice, Look
-from tests.reference.step import Head, allow, append, attend, empty_heads, evict, hide, observe, rotate
+from tests.reference.step import Head, allow, append, attend, empty_heads, evict, hide, observe, remember, rotate
 
 ROUNDING = 1e-9  # an average with weight 0 may change a number by less
 Triple = tuple[Array, Array, Array]  # queries [B, H, n, D], keys and values [B, K, n, D]
@@ -214,6 +214,7 @@ def _row(storage: Given, tokens: list[Array], n: int, policy: Policy, theta, loo
         query = query.reshape(len(query), kv_heads, -1, dim)
         for index, slots in enumerate(layer):
             append(slots.head, key[:, index], value[:, index], position)
+            remember(slots.head, query[:, index], position, policy, theta)
             slots.exact |= dict(zip(position.tolist(), key[:, index], strict=True))
         if look is not None and stop == n:
             seen, written = (x[:n] if theta is None else rotate(x[:n], np.arange(n), theta) for x in tokens[:2])
@@ -231,7 +232,7 @@ def _row(storage: Given, tokens: list[Array], n: int, policy: Policy, theta, loo
         outputs.append(np.concatenate(output, axis=1))
         before = [_tokens(slots) for slots in layer]
         if budget is not None and (stop == n or not policy.at_prompt_end_only):
-            evict(heads, policy, budget, n, theta if policy.positions == "original" else None)
+            evict(heads, policy, budget, n, theta)
         for index, (slots, all_of_them) in enumerate(zip(layer, before, strict=True)):
             own = stores[index]
             if isinstance(own, FromPrompt):

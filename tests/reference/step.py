@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.reference.base import Array, Observed, Policy, Ranking, View, lowest
+from tests.reference.base import Array, Observed, Policy, Query, Ranking, View, lowest
 
 
 def rotate(x: Array, position: Array, theta: float) -> Array:
@@ -37,6 +37,7 @@ class Head:
     stats: dict[str, Array] = field(default_factory=dict)  # [S, ...]
     evict_gap: float = math.inf
     above_gap: float = math.inf
+    queries: list[Query] = field(default_factory=list)
     stands_for: dict[int, list[tuple[Array, Array]]] = field(default_factory=dict)  # position -> keys and values
 
 
@@ -83,6 +84,7 @@ def step(
     for index, head in enumerate(heads):
         append(head, key[:, index], value[:, index], position)
         own_queries = query[:, index * group : (index + 1) * group]  # [n, G, D]
+        remember(head, own_queries, position, policy, theta)
         probabilities, sees = attend(head, own_queries, position, policy, theta)
         if policy.hides is not None:
             probabilities, sees = hide(head, own_queries, position, policy, theta, budget)
@@ -93,7 +95,7 @@ def step(
         if policy.hides == "masked":
             allow(head, policy, budget)
     if budget is not None:
-        evict(heads, policy, budget, prompt_length, theta if policy.positions == "original" else None)
+        evict(heads, policy, budget, prompt_length, theta)
     return np.concatenate(outputs, axis=1)
 
 
@@ -104,6 +106,16 @@ def append(head: Head, key: Array, value: Array, position: Array) -> None:
     head.position = np.concatenate([head.position, position])
     for name, old in head.stats.items():
         head.stats[name] = np.concatenate([old, np.zeros((len(position), *old.shape[1:]))])
+
+
+def remember(head: Head, query: Array, position: Array, policy: Policy, theta: float | None) -> None:
+    """Adds the queries [n, G, D] of a step, which are rotated unless positions="cache"."""
+    turned = unturned = query
+    if theta is not None and policy.positions == "original":
+        unturned = rotate(query, -position, theta)
+    elif theta is not None:
+        turned = rotate(query, position, theta)
+    head.queries += [Query(int(p), r, u) for p, r, u in zip(position, turned, unturned, strict=True)]
 
 
 def recent_of(policy: Policy, budget: int) -> int:
@@ -194,7 +206,7 @@ def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int, th
     """Removes the lowest priorities until `budget` slots are live in every head.
 
     All heads are ranked before any is changed: a policy may look at the whole layer.
-    `theta`: the base of RoPE's frequencies, if keys are rotated to their positions.
+    `theta`: the base of RoPE's frequencies; None: keys are not rotated.
     """
     if policy.by_head is not None:
         for head, (own, slots) in zip(heads, budget, strict=True):
@@ -203,13 +215,7 @@ def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int, th
     if policy.rank is None:
         return
     layer_stats = [dict(head.stats) for head in heads]
-    views = [
-        View(
-            head.position, head.key, head.value, head.stats, layer_stats, budget, prompt_length,
-            head.key if theta is None else rotate(head.key, -head.position, theta),
-        )
-        for head in heads
-    ]  # fmt: skip
+    views = [_view(head, layer_stats, budget, prompt_length, policy, theta) for head in heads]
     if policy.shares is not None and prompt_length > budget:
         choices = policy.shares(views)
     else:
@@ -228,6 +234,25 @@ def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int, th
         head.position = head.position[keep]
         head.stats = {name: stat[keep] for name, stat in head.stats.items()}
         head.evict_gap = min(head.evict_gap, gap)
+
+
+def _view(
+    head: Head,
+    layer_stats: list[dict[str, Array]],
+    budget: int,
+    prompt_length: int,
+    policy: Policy,
+    theta: float | None,
+) -> View:
+    turned = unturned = head.key
+    if theta is not None and policy.positions == "original":
+        unturned = rotate(head.key, -head.position, theta)
+    elif theta is not None:
+        turned = rotate(head.key, head.position, theta)
+    return View(
+        head.position, head.key, head.value, head.stats, layer_stats, budget, prompt_length, unturned, turned,
+        tuple(head.queries), theta,
+    )  # fmt: skip
 
 
 def compensate(head: Head, keep: Array, position: int) -> None:

@@ -14,7 +14,7 @@ from tests.reference.blocks import channels
 from tests.reference.decoder import _blocks
 from tests.reference.eviction import full
 from tests.reference.replay import Codec, Ended, FromPrompt, Held, Slots, Triple
-from tests.reference.step import Head, append, attend, empty_heads, evict, observe, rotate
+from tests.reference.step import Head, append, attend, empty_heads, evict, observe, remember, rotate
 
 
 class Entry(NamedTuple):
@@ -88,6 +88,7 @@ def _row(storage: Mikv, tokens: list[Array], n: int, policy: Policy, theta, bloc
         output = []
         for index, own in enumerate(layer):
             append(own.high, key[:, index], value[:, index], position)
+            remember(own.high, query[:, index], position, policy, theta)
             output.append(_attend(storage, own, query[:, index], position, n, policy, theta))
         outputs.append(np.concatenate(output, axis=1))
         if stop == n and storage.balance:
@@ -96,7 +97,7 @@ def _row(storage: Mikv, tokens: list[Array], n: int, policy: Policy, theta, bloc
                 own.balancer = np.sqrt(q / k).astype(np.float32).astype(np.float64)
         before = [(own.high.position, own.high.key.copy(), own.high.value.copy()) for own in layer]
         if budget is not None and (stop == n or not policy.at_prompt_end_only):
-            evict([own.high for own in layer], policy, budget, n)
+            evict([own.high for own in layer], policy, budget, n, theta)
         for own, old in zip(layer, before, strict=True):
             _settle(storage, own, old, start)
     gaps = [own.high.evict_gap for own in layer] + [10 * own.high.above_gap for own in layer]

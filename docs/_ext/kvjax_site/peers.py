@@ -33,6 +33,9 @@ NAMES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "pyramidkv": ((KVPRESS, "PyramidKVPress", ""),),
     "knorm": ((KVPRESS, "KnormPress", "norms are not rounded"),),
     "keydiff": ((KVPRESS, "KeyDiffPress", ""),),
+    "expected_attention": (
+        (KVPRESS, "ExpectedAttentionPress", "while decoding, moments of the last hidden states alone"),
+    ),
     "lagkv": ((KVPRESS, "LagKVPress", ""),),
     "leverage": ((KVPRESS, "LeverageScorePress", "keys are not rounded to a grid"),),
     "cur": ((KVPRESS, "CURPress", ""),),

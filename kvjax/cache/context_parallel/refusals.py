@@ -23,6 +23,8 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
         return f"policy {policy.name} evicts whole pages"
     if policy.every > 1:
         return f"policy {policy.name} evicts {policy.every} slots at once"
+    if group.memory:
+        return f"policy {policy.name} remembers queries"
     if policy.budget is not None and policy.budget.beyond_prompt:
         return f"policy {policy.name} counts the slots of the prompt"
     if policy.positions != "original" and not (group.known_ranks or group.evicts_one):

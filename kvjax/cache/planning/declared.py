@@ -17,6 +17,7 @@ from kvjax.errors import CodecError, KvjaxError, PolicyError, SelectionError, St
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, View
 from kvjax.policies.components import READABLE, Folded, KeyFrame
+from kvjax.policies.row_memory import RowMemory
 from kvjax.selection.base import Held, Selection, SelectView
 from kvjax.specs.user_files import described_error
 from kvjax.storage.base import Storage
@@ -28,6 +29,7 @@ Array = jax.Array
 Stats = dict[str, Array]
 
 ROWS, TOKENS = 2, 64  # of the arrays that are asked about
+QUERIES = 2  # query heads of a KV head, likewise
 FLOAT, BOOL = jnp.dtype("float32"), jnp.dtype("bool")
 
 
@@ -50,7 +52,14 @@ class _Declared(dict[str, Any]):
 
 
 def _view(
-    about: str, reads: frozenset[str], position: Array, key: PyTree, value: PyTree, row: Array, decoding: bool
+    about: str,
+    reads: frozenset[str],
+    position: Array,
+    key: PyTree,
+    value: PyTree,
+    row: Array,
+    decoding: bool,
+    memory: tuple[RowMemory, ...] = (),
 ) -> View:
     """Makes a view whose keys and values may be read only by a policy that declares so."""
 
@@ -62,7 +71,10 @@ def _view(
             return super().__getattribute__(name)
 
     key, value = (x if name in reads else None for name, x in (("key", key), ("value", value)))
-    return Checked(position, key, value, row, row, row, row[0], decoding, None, KeyFrame())
+    batch, heads, _ = position.shape
+    dim = 1 if key is None and value is None else (value if key is None else key).shape[-1]
+    held = {each.name: each.empty((batch, heads, QUERIES), dim) for each in memory}
+    return Checked(position, key, value, row, row, row, row[0], decoding, None, KeyFrame(), held)
 
 
 def check_names(name: str, statistics: frozenset[Statistic], remembers: tuple[str, ...] = ()) -> None:
@@ -105,7 +117,7 @@ def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int
         part: str, reads: frozenset[str], stats: Stats, position: Array, key: Array, value: Array, row: Array
     ) -> tuple[dict[str, Any], View]:
         said = f"{about} {part}"
-        return _Declared(said, stats), _view(said, frozenset(reads), position, key, value, row, decoding)
+        return _Declared(said, stats), _view(said, frozenset(reads), position, key, value, row, decoding, policy.memory)
 
     def score(*given: PyTree) -> PyTree:
         found = policy.importance.score(*seen("importance", policy.importance.reads, *given))

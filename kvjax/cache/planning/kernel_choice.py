@@ -144,6 +144,8 @@ class Chooser:
             extras.append(f"eviction of {group.policy.every} slots at once")
         if group.policy.budget is not None and group.policy.budget.beyond_prompt:
             extras.append("a prompt that is kept beside the budget")
+        if group.memory:
+            extras.append("a memory of a row's queries")
         if group.policy.merge is not None:
             extras.append("a merge")
         if group.storage.new_tokens_separate and not any(group.codecs):

@@ -298,12 +298,15 @@ def _groups(
     prompt_index = selection if selection.watches else None
     needs = branch.decode.needs | spec.storage.needs
     check_names(branch.decode.name, needs | branch.prompt.needs | branch.selection.needs)
+    memory = branch.decode.memory
+    both = tuple(dict.fromkeys((*memory, *branch.prompt.memory)))
     array_sizes = extent_of(spec, branch, sizes)
     stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, array_sizes)
     arrangement = arrangement_of(storage)
     spec = dataclasses.replace(spec, storage=arrangement.sized(storage, stores))
     after = Group(
         heads=heads, storage=spec.storage, policy=branch.decode.traced(), selection=selection, needs=needs,
+        memory=memory, queries=queries if memory else 1,
         slots=stores, array_sizes=array_sizes, decoding=True, evicts_one=branch.evicts_one,
         shares=shares(branch, budgets[0], own_heads, sizes),
     )  # fmt: skip
@@ -314,7 +317,7 @@ def _groups(
     spec, array_sizes = dataclasses.replace(spec, storage=own), array_sizes if own == spec.storage else None
     before = Group(
         heads=heads, storage=spec.storage, policy=branch.prompt.traced(), selection=early,
-        needs=needs | branch.prompt.needs, array_sizes=array_sizes,
+        needs=needs | branch.prompt.needs, array_sizes=array_sizes, memory=both, queries=queries if both else 1,
         slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets),
         prompt_index=prompt_index, decode_group=arrangement.prompt_end(after) if sizes.block is None else None,
     )  # fmt: skip

@@ -14,10 +14,11 @@ from kvjax.cache.step.interface import AttentionOperands, LayerArgs, StepInputs,
 from kvjax.cache.step.operands import Operands, operands, rotate_to_ranks
 from kvjax.cache.step.pool import Pool, joined, pool_of, prompt_pool, run_after_inputs
 from kvjax.cache.step.prompt_end import Prompt, convert
-from kvjax.cache.step.step_end import finish
+from kvjax.cache.step.step_end import QueryView, finish
 from kvjax.kernels.coded import as_array
 from kvjax.numerics.rope import Rope
 from kvjax.policies.components import KeyFrame
+from kvjax.policies.row_memory import Queries
 from kvjax.storage import store as held
 from kvjax.storage.side import PROMPT, PromptView, Sides
 from kvjax.typing import PyTree
@@ -81,11 +82,13 @@ def step(
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     stats = evict.observe(pool.stats, group.needs, columns, queries)
     per_slot = PerSlot(stats, {name: index[name] for name in group.selection.per_slot})
+    memory = _remembered(layer, inputs, block, group, rope)
     # XLA removes the frequencies unless the policy rotates keys.
     frequencies = None if rope is None else rope.frequencies(block.total)
     frame = KeyFrame(group.policy.positions == "original", rope, frequencies)
-    after, moved = finish(pool, per_slot, block, group, budget, inputs.rotation, made, frame)
-    after = after.replace(stats=moved.stats, index=index | moved.index)
+    queries_seen = QueryView(frame, memory, inputs.scale)
+    after, moved = finish(pool, per_slot, block, group, budget, inputs.rotation, made, queries_seen)
+    after = after.replace(stats=moved.stats, index=index | moved.index, memory=memory)
     # The slots of a prompt in one shot are in the arrays of the decoding phase.
     then = group.decode_group if one_shot else group if group.by_xla else None
     if one_shot and then is not None:
@@ -99,6 +102,29 @@ def step(
     seen = attended(pool, inputs.query, whole=True) if made is None or group.storage.shortened else made
     keys = joined(tuple(map(as_array, seen.keys)))
     return output, after, AttentionOperands(seen.query, keys, read, log_weight, pool.position, chosen)
+
+
+def _remembered(
+    layer: LayerKV | None, inputs: StepInputs, block: Block, group: Group, rope: Rope | None
+) -> dict[str, dict[str, Array]]:
+    """Returns what the policies remember of queries, with those of the step; for the arguments see `step`."""
+    if not group.memory:
+        return {}
+    batch, kv_heads, n, dim = inputs.key.shape
+    # [B, K, G, n, D], which are constants to a gradient
+    query = jax.lax.stop_gradient(inputs.query.astype(jnp.float32)).reshape(batch, kv_heads, -1, n, dim)
+    rotated = unrotated = query
+    if rope is not None:
+        flat, frequencies = query.reshape(batch, -1, n, dim), rope.frequencies(block.total)
+        turn = rope.rotate if group.policy.positions == "cache" else rope.unrotate
+        other = turn(flat, block.position, frequencies).reshape(query.shape)
+        rotated, unrotated = (other, query) if group.policy.positions == "cache" else (query, other)
+    queries = Queries(rotated, unrotated, block.position)
+    made = {}
+    for each in group.memory:
+        before = each.empty((batch, kv_heads, query.shape[2]), dim) if layer is None else layer.memory[each.name]
+        made[each.name] = constrain(each.update(before, queries), by_xla=group.by_xla)
+    return made
 
 
 def _by_rank(

@@ -65,6 +65,7 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
       The stores, statistics and index of `after`.
     """
     made = _converted(layer, before, after, prompt)
+    made = made.replace(memory={each.name: layer.memory[each.name] for each in after.memory})
     marks = {name: mark for name, mark in made.marks.items() if name != LIVE}
     if not after.holds_ranks:
         return made.replace(marks=marks)

@@ -1,5 +1,9 @@
 """The end of a step: evicts, merges, and moves the step's own tokens into the layer."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -21,6 +25,20 @@ from kvjax.typing import PyTree
 Array = jax.Array
 
 
+class QueryView(NamedTuple):
+    """The inputs of a policy in a step besides its slots.
+
+    Attributes:
+      frame: how the keys that it ranks are rotated.
+      memory: see `LayerKV.memory`, after the step's own queries.
+      scale: factor of the logits.
+    """
+
+    frame: KeyFrame | None = None
+    memory: Mapping[str, Mapping[str, Array]] = MappingProxyType({})
+    scale: float = 1.0
+
+
 def finish(
     pool: Pool,
     per_slot: PerSlot,
@@ -29,7 +47,7 @@ def finish(
     budget: Array | None,
     rotation: KeyRotation | None,
     made: Operands | None,
-    frame: KeyFrame | None = None,
+    seen: QueryView = QueryView(),
 ) -> tuple[LayerKV, PerSlot]:
     """Evicts until every head is within its limit, and moves the step's own tokens into the layer.
 
@@ -41,7 +59,7 @@ def finish(
       budget: [B] int32 slots per KV head, or None.
       rotation: the rotation of keys that are held as they are before it; or None.
       made: the operands of attention; None if slots are coded, which are decoded again where a policy looks at them.
-      frame: how the keys that the policy ranks are rotated.
+      seen: of the queries, for the policy.
     """
     position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.new_tokens, per_slot.stats
     victim = None
@@ -51,7 +69,7 @@ def finish(
         one = group.evicts_one and n == 1 and policy.when == "step"
 
         def choose(pool: Pool, stats: dict[str, Array]) -> Array:
-            view = _view(pool, *_ranked(pool, group, rotation, made), block, group, budget, frame)
+            view = _view(pool, *_ranked(pool, group, rotation, made), block, group, budget, seen)
             return evict.victims(policy, stats, view, one=one)
 
         # [B, K, S'] bool, of the slots that are ranked
@@ -59,7 +77,7 @@ def finish(
         if policy.merge is not None:
             key, value = _ranked(pool, group, rotation, made)
             max_victims = n if group.evicts_one else position.shape[2]
-            view = _view(pool, key, value, block, group, budget, frame)
+            view = _view(pool, key, value, block, group, budget, seen)
             folded = policy.merge.fold(key, value, victim, stats, view, max_victims)
             stats = folded.stats
             layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, rotation)
@@ -88,7 +106,7 @@ def _view(
     block: Block,
     group: Group,
     budget: Array | None,
-    frame: KeyFrame | None,
+    seen: QueryView,
 ) -> View:
     """Returns what the policy may look at. Which slots go is a constant to a gradient."""
     assert budget is not None
@@ -102,7 +120,9 @@ def _view(
         layer=block.layer,
         decoding=group.decoding,
         heads=group.heads,
-        frame=frame,
+        frame=seen.frame,
+        memory=seen.memory,
+        scale=seen.scale,
     )
 
 

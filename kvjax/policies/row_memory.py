@@ -1,0 +1,141 @@
+"""Memory of a row's queries: what a policy remembers of them beyond statistics of slots.
+
+Statistics belong to slots and are forgotten with them. A row memory belongs to a row and a KV head: it is updated in
+each step from the queries of that row's real tokens, and evictions do not change it. A policy reads it in
+`View.memory`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.arguments import count_argument
+
+Array = jax.Array
+Arrays = Mapping[str, Array]  # name -> [B, K, ...]
+
+
+class Queries(NamedTuple):
+    """The queries of a step's own tokens.
+
+    Attributes:
+      rotated: [B, K, G, n, D] float32, rotated to their positions in the text.
+      unrotated: [B, K, G, n, D] float32.
+      position: [B, n] int32, -1 = padding, which is at a row's end.
+    """
+
+    rotated: Array
+    unrotated: Array
+    position: Array
+
+
+class RowMemory:
+    """Remembers something of a row's queries. Write a frozen dataclass that inherits from this class.
+
+    Attributes:
+      name: key of the memory in `View.memory`; two that are equal share one.
+    """
+
+    @property
+    def name(self) -> str:
+        return repr(self)
+
+    def empty(self, shape: tuple[int, int, int], dim: int) -> dict[str, Array]:
+        """Returns the arrays [B, K, ...] before the first token.
+
+        Args:
+          shape: (B, K, G), G = query heads of a KV head.
+          dim: D, features of a head.
+        """
+        raise NotImplementedError
+
+    def update(self, memory: Arrays, queries: Queries) -> dict[str, Array]:
+        """Returns the arrays after a step.
+
+        Args:
+          memory: the arrays [B, K, ...] before it.
+          queries: of the step.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class RecentQueries(RowMemory):
+    """Remembers the newest queries, rotated to their positions, in the order of their positions.
+
+    Arrays: ``query`` [B, K, G, w, D] float32, and ``position`` [B, K, w] int32, -1 = none yet.
+
+    Attributes:
+      number: w.
+    """
+
+    number: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", count_argument("window", self.number, minimum=1))
+
+    def empty(self, shape: tuple[int, int, int], dim: int) -> dict[str, Array]:
+        return {
+            "query": jnp.zeros((*shape, self.number, dim), jnp.float32),
+            "position": jnp.full((*shape[:2], self.number), -1, jnp.int32),
+        }
+
+    def update(self, memory: Arrays, queries: Queries) -> dict[str, Array]:
+        # [B]: real tokens of the step
+        count = jnp.sum(queries.position >= 0, axis=1, dtype=jnp.int32)
+        # [B, w]: the newest of those before the step and of its own, whose padding is at the end
+        taken = count[:, None] + jnp.arange(self.number, dtype=jnp.int32)
+        kv_heads = memory["position"].shape[1]
+        own = jnp.broadcast_to(queries.position[:, None], (len(count), kv_heads, queries.position.shape[1]))
+        joined = jnp.concatenate([memory["query"], queries.rotated], axis=3)
+        positions = jnp.concatenate([memory["position"], own], axis=2)
+        return {
+            "query": jnp.take_along_axis(joined, taken[:, None, None, :, None], axis=3),
+            "position": jnp.take_along_axis(positions, taken[:, None], axis=2),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryMoments(RowMemory):
+    """Remembers the mean and the covariance of the queries of each head, before rotation.
+
+    Arrays: ``count`` [B, K, 1] float32, ``mean`` [B, K, G, D], ``scatter`` [B, K, G, D, D] float32, the sum of the
+    outer products of the deviations from the mean. Blocks are joined by the formulas for means and sums of squares,
+    which do not cancel as E[qqᵀ] - μμᵀ does.
+
+    Attributes:
+      skip: the number of first positions that do not count.
+      covariance: whether the scatter is kept.
+    """
+
+    skip: int = 0
+    covariance: bool = True
+
+    def empty(self, shape: tuple[int, int, int], dim: int) -> dict[str, Array]:
+        made = {"count": jnp.zeros((*shape[:2], 1), jnp.float32), "mean": jnp.zeros((*shape, dim), jnp.float32)}
+        return made | ({"scatter": jnp.zeros((*shape, dim, dim), jnp.float32)} if self.covariance else {})
+
+    def update(self, memory: Arrays, queries: Queries) -> dict[str, Array]:
+        # [B, n]
+        counted = (queries.position >= self.skip).astype(jnp.float32)
+        # [B, 1, 1]
+        own = jnp.sum(counted, axis=1)[:, None, None]
+        total = memory["count"] + own
+        share = jnp.where(total > 0, own / jnp.maximum(total, 1.0), 0.0)
+        # [B, 1, 1, n, 1]
+        weight = counted[:, None, None, :, None]
+        # [B, K, G, D]
+        mean = jnp.sum(queries.unrotated * weight, axis=3) / jnp.maximum(own, 1.0)[..., None]
+        change = jnp.where(own[..., None] > 0, mean - memory["mean"], 0.0)
+        made = {"count": total, "mean": memory["mean"] + change * share[..., None]}
+        if self.covariance:
+            centred = (queries.unrotated - mean[:, :, :, None]) * weight
+            exact = jax.lax.Precision.HIGHEST
+            # [B, K, G, D, D]
+            scatter = jnp.einsum("bkgnd,bkgne->bkgde", centred, centred, precision=exact)
+            joint = change[..., :, None] * change[..., None, :] * (memory["count"] * share)[..., None, None]
+            made["scatter"] = memory["scatter"] + scatter + joint
+        return made
