@@ -264,7 +264,7 @@ def test_a_run_says_what_it_does(small, monkeypatch, capsys):
         "compiling or loading programs, then reading prompts, 2 rows of 16 tokens",
         "compiling or loading programs, then scoring 6 tokens of 2 rows",
         "compiling or loading programs, then generating 6 tokens of 2 rows",
-        "repetition 1 of 1, prompts of 2 rows, 16 tokens each",
+        "repetition 1 of 1, reading prompts, 2 rows of 16 tokens",
         "repetition 1 of 1, generating 6 tokens of 2 rows",
     ]
     said = capsys.readouterr().err
