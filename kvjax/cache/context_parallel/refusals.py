@@ -23,7 +23,7 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
         return f"policy {policy.name} evicts whole pages"
     if policy.every > 1:
         return f"policy {policy.name} evicts {policy.every} slots at once"
-    if group.memory:
+    if policy.memory or group.memory:
         return f"policy {policy.name} remembers queries"
     if policy.budget is not None and policy.budget.beyond_prompt:
         return f"policy {policy.name} counts the slots of the prompt"
