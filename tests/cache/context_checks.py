@@ -73,6 +73,7 @@ class Case:
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
+    "rkv": {"every": 1}, "morphkv": {"window": 4},
 }  # fmt: skip
 
 
