@@ -250,7 +250,7 @@ def test_quantised_weights(tmp_path):
     _, _, found = good(tmp_path)
     found["model.norm.weight"] = np.ones(16, np.int8)
     save_file(found, tmp_path / "model.safetensors")
-    fails(tmp_path, "model.norm.weight", "I8", "quantised")
+    fails(tmp_path, "model.norm.weight", "I8", "quantized")
 
 
 def header_of(path):

@@ -78,7 +78,7 @@ def test_lists_of_instructions_and_what_is_no_text(tmp_path):
     )
     assert list(texts._documents(path)) == ["Say\u2028it.\nIt."]
     path.write_text(json.dumps([{"other": "x"}]))
-    with pytest.raises(ConfigError, match="record 1: has none of the fields article, document"):
+    with pytest.raises(ConfigError, match="record 1: the record has none of the fields article, document"):
         list(texts._documents(path))
     lines_of = tmp_path / "rows.jsonl"
     lines_of.write_text('{"article": "a"}\u2028{"article": "b"}\n', encoding="utf-8")

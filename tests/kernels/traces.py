@@ -17,7 +17,8 @@ TRACED = {
     "streaming_llm": True, "strided": True, "fixed": True,
     "h2o": True, "ring": True, "heavy_only": True, "h2o_decay": True, "scissorhands": True, "tova": True,
     "mean_attention": True, "roco": True, "heavy_roco": True, "random": False, "heavy_random": False, "snapkv": False,
-    "pyramidkv": False, "knorm": False, "keydiff": False, "value_norm": False,
+    "pyramidkv": False, "knorm": False, "keydiff": False, "value_norm": False, "lagkv": False, "leverage": False,
+    "cur": False, "expected_attention": False, "rkv": False, "morphkv": False,
 }  # fmt: skip
 
 
