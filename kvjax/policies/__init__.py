@@ -35,7 +35,7 @@ from kvjax.policies.leverage import KeyValueShare, Leverage, cur, leverage
 from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, anchors, cam, d2o, kvmerger
 from kvjax.policies.padded import Padded, padded
 from kvjax.policies.patterns import LastColumns, OwnBlock, Strided, Uniform, fixed, random, strided
-from kvjax.policies.phases import BeyondPrompt, Phases, WholePrompt, after_prefill, phases
+from kvjax.policies.phases import BeyondPrompt, KeptPrompt, Phases, after_prefill, phases
 from kvjax.policies.pools import Ends, Fetched, LastFetched, counter, fifo, lru
 from kvjax.policies.query_window import RecentAttention, Redundancy, morphkv, rkv
 from kvjax.policies.roco import MeanMass, Varying, mean_attention, mean_mass, protect_varying, roco
@@ -116,12 +116,12 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
     "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First",
-    "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeyDifference",
-    "KeyValueShare", "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LowNorm",
-    "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded", "PerLayer",
-    "Phases", "Policy", "PromptEnd", "Pyramid", "QueryMoments", "Recency", "RecentAttention", "RecentQueries",
-    "Redundancy", "Ring", "RowMemory", "Scope", "Shared", "SharedLast", "Slots", "Split", "Strided", "TextFraction",
-    "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WholePrompt", "WithSelection", "accepts",
+    "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeptPrompt",
+    "KeyDifference", "KeyValueShare", "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage",
+    "LowNorm", "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded",
+    "PerLayer", "Phases", "Policy", "PromptEnd", "Pyramid", "QueryMoments", "Recency", "RecentAttention",
+    "RecentQueries", "Redundancy", "Ring", "RowMemory", "Scope", "Shared", "SharedLast", "Slots", "Split", "Strided",
+    "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WithSelection", "accepts",
     "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "compensation", "compress", "counter",
     "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict", "expected_attention", "fifo", "fixed",
     "from_layer", "full", "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger",

@@ -208,6 +208,10 @@ class Scope(Restorable):
         """Returns the scope without the numbers of any budget in it; see `Evict.traced`."""
         return self
 
+    def mapped(self, change: "Callable[[Scope], Scope]") -> "Scope":
+        """Returns the scope after a change of every scope that it is made of, or of itself if it is not made of any."""
+        return change(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class ScopeFunction(Scope):

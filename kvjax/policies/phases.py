@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from kvjax.policies.budget import Budget, Fraction, TextFraction
 from kvjax.policies.components import Scope, Stats, View
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
-from kvjax.policies.union import protect_any
+from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 
@@ -85,16 +86,42 @@ def of_prompt(view: View) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class WholePrompt(Scope):
-    """Protects the slots of the prompt, which do not count against the budget; see `phases`."""
+class KeptPrompt(Scope):
+    """Protects the slots of the prompt, which do not count against the budget; see `phases`.
 
-    needs = frozenset()
+    Attributes:
+      after: protects slots of the tokens after the prompt; it does not see the others.
+    """
+
+    after: Scope
+
+    @property
+    def needs(self) -> frozenset[str | Statistic]:
+        return self.after.needs
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.after.reads
+
+    @property
+    def memory(self) -> tuple[RowMemory, ...]:
+        return self.after.memory
 
     def protected(self, stats: Stats, view: View) -> Array:
-        return of_prompt(view)
+        prompt = of_prompt(view)
+        return prompt | self.after.protected(stats, view._replace(position=jnp.where(prompt, -1, view.position)))
 
     def count(self, budget: int) -> int:
-        return 0
+        return self.after.count(budget)
+
+    def newest(self, budget: int) -> int:
+        return self.after.newest(budget)
+
+    def traced(self) -> Scope:
+        return dataclasses.replace(self, after=self.after.traced())
+
+    def mapped(self, change: Callable[[Scope], Scope]) -> Scope:
+        return dataclasses.replace(self, after=self.after.mapped(change))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +242,5 @@ def phases(prompt: Policy, decode: Policy) -> Phases:
         )
     if isinstance(decode.budget, BeyondPrompt):
         raise PolicyError(f"phases(decode={decode.name}): it is combined already; give the policy itself.")
-    kept = dataclasses.replace(
-        decode, budget=BeyondPrompt(decode.budget), scope=protect_any(decode.scope, WholePrompt())
-    )
+    kept = dataclasses.replace(decode, budget=BeyondPrompt(decode.budget), scope=KeptPrompt(decode.scope))
     return Phases(prompt, kept, f"{prompt.name}|{decode.name}")

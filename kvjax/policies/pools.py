@@ -14,7 +14,6 @@ from kvjax.numerics.statistics import FETCHED, LAST_FETCHED, Statistic, saturati
 from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Scope, Stats, View
-from kvjax.policies.union import Union
 from kvjax.policies.window import recency
 
 Array = jax.Array
@@ -100,13 +99,11 @@ def protecting(policy: Evict, sinks: int, recent: int) -> Evict:
     """
 
     def widened(scope: Scope) -> Scope:
-        if isinstance(scope, Union):
-            return Union(tuple(map(widened, scope.scopes)))
         if not isinstance(scope, Ends):
             return scope
         return dataclasses.replace(scope, sinks=max(scope.sinks, sinks), min_recent=max(scope.min_recent, recent))
 
-    scope = widened(policy.scope)
+    scope = policy.scope.mapped(widened)
     return policy if scope == policy.scope else dataclasses.replace(policy, scope=scope)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 
 import jax
 
@@ -65,6 +66,9 @@ class Union(Scope):
 
     def newest(self, budget: int) -> int:
         return max(each.newest(budget) for each in self.scopes)
+
+    def mapped(self, change: Callable[[Scope], Scope]) -> Scope:
+        return Union(tuple(each.mapped(change) for each in self.scopes))
 
     def traced(self) -> "Union":
         return dataclasses.replace(self, scopes=tuple(each.traced() for each in self.scopes))

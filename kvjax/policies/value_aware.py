@@ -73,6 +73,9 @@ class LargestValues(Scope):
     def count(self, budget: int) -> int:
         return budget // 4 if self.number is None else self.number
 
+    def mapped(self, change: Callable[[Scope], Scope]) -> Scope:
+        return self if self.among is None else dataclasses.replace(self, among=self.among.mapped(change))
+
     def traced(self) -> "LargestValues":
         return self if self.among is None else dataclasses.replace(self, among=self.among.traced())
 

@@ -167,6 +167,7 @@ CASES = [
     Case("snapkv", {"budget": 15, "window": 4}, "mha", None, within=("value_aware", {"large": 3, "measure": "l2"})),
     Case("full", {}, "mha", None, within=("phases", {"name": "h2o", "budget": 7, "every": 3})),
     Case("full", {}, "gqa", 8, within=("phases", {"name": "tova", "budget": 9})),
+    Case("full", {}, "mqa", None, within=("phases", {"name": "roco", "budget": 9, "guard": 2})),
     Case("snapkv", {"budget": 12, "window": 4}, "mqa", 8, within=("phases", {"name": "window", "budget": 8})),
     Case("full", {}, "mqa", 16),
     Case("full", {"positions": "cache"}, "gqa", None),

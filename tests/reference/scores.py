@@ -133,8 +133,22 @@ def phases(prompt: Policy, decode: Policy) -> Policy:
     """Keeps the slots that `prompt` leaves; `decode` ranks the tokens after the prompt, under a budget of its own."""
 
     def rank(view: View) -> Ranking:
-        inner = decode.rank(view)
-        return inner._replace(priority=np.where(view.position < view.prompt_length, np.inf, inner.priority))
+        after = view.position >= view.prompt_length
+
+        def cut(stats: dict[str, Array]) -> dict[str, Array]:
+            # Heads that are ranked together hold the same positions; others do not look at each other.
+            return {name: stat[after] if len(stat) == len(after) else stat for name, stat in stats.items()}
+
+        seen = view._replace(
+            position=view.position[after], key=view.key[after], value=view.value[after], stats=cut(view.stats),
+            layer_stats=[cut(stats) for stats in view.layer_stats],
+        )  # fmt: skip
+        priority = np.full(len(after), np.inf)
+        if not after.any():
+            return Ranking(priority)
+        inner = decode.rank(seen)
+        priority[after] = inner.priority
+        return inner._replace(priority=priority)
 
     then = replace(decode, rank=rank, beyond_prompt=True)
     statistics = {**prompt.statistics, **decode.statistics}
