@@ -123,7 +123,13 @@ def _started(library: Library) -> "Future[str | None]":
         return _known(reason)
     log.info("building %s, once per machine; this takes some seconds", library.source)
     # Python waits for the thread when the process ends, so that the next one finds the library.
-    return ThreadPoolExecutor(1).submit(register, library, FLAGS)
+    return ThreadPoolExecutor(1).submit(_built, library)
+
+
+def _built(library: Library) -> str | None:
+    """Builds and registers a library, or registers that of the wheel if the compiler fails; see `register`."""
+    reason = register(library, FLAGS)
+    return None if reason is not None and _register_prebuilt(library) else reason
 
 
 def _register_prebuilt(library: Library) -> bool:
