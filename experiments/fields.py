@@ -152,6 +152,20 @@ def _read(path: Path) -> Config:
     return module.get_config() if hasattr(module, "get_config") else None
 
 
+def _argument_hint(walked: list[str], part: str) -> str | None:
+    """Returns where an argument of policies is written that is no field of a config; None if no policy has it."""
+    if walked[-1:] != ["policy"]:
+        return None
+    from kvjax.policies import POLICIES, accepts  # imports jax, which an error may
+
+    takes = [name for name in POLICIES if part in accepts(name)]
+    if not takes:
+        return None
+    return (
+        f"; {part} is an argument of some policies, which stands in their name: policy.name='{takes[0]}({part}=...)'."
+    )
+
+
 def kind_of(path: str, cls: type) -> Kind:
     """The kind of the field at a dotted path such as ``policy.budget``.
 
@@ -168,7 +182,7 @@ def kind_of(path: str, cls: type) -> Kind:
             where = f"{'.'.join(walked)} has" if walked else "a config has"
             valid = ", ".join(fields) if fields else "no fields of its own"
             close = closest(path, leaves(cls))
-            hint = f"; did you mean {close!r}?" if close else "."
+            hint = _argument_hint(walked, part) or (f"; did you mean {close!r}?" if close else ".")
             raise ConfigError(f"unknown field {path!r}: {where} {valid}{hint}")
         here = fields[part]
         walked.append(part)

@@ -59,6 +59,7 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
         target = _rescue(name, config, outcome, command, error)
     session.finish()
     print(f"Wrote {target}/ (report.md, report.html, report.png, metrics.jsonl, config.json, environment.json)")
+    print(f"Open {target}/report.html in a browser.")
     return target
 
 

@@ -374,7 +374,16 @@ def _from_file(axis: Axis, path: str, name: str) -> Any:
     """A factory, or an object that needs no arguments, of a user's file."""
     if not _is_file(path):
         raise ConfigError(f"{axis} {_brief(f'{path}:{name}')}: there is no file {_brief(path)}.")
-    found = getattr(user_files.load(path), name, None)
+    module = user_files.load(path)
+    found = getattr(module, name, None)
     if not (callable(found) or isinstance(found, _OBJECTS)):
-        raise ConfigError(f"{axis} {_brief(f'{path}:{name}')}: the file has no factory and no {axis} of that name.")
+        own = [
+            each
+            for each, value in vars(module).items()
+            if each[0] != "_" and callable(value) and getattr(value, "__module__", None) == module.__name__
+        ]
+        known = f"; it defines {', '.join(sorted(own))}." if own else "."
+        raise ConfigError(
+            f"{axis} {_brief(f'{path}:{name}')}: the file has no factory and no {axis} of that name{known}"
+        )
     return found
