@@ -161,9 +161,7 @@ def _argument_hint(walked: list[str], part: str) -> str | None:
     takes = [name for name in POLICIES if part in accepts(name)]
     if not takes:
         return None
-    return (
-        f"; {part} is an argument of some policies, which stands in their name: policy.name='{takes[0]}({part}=...)'."
-    )
+    return f"; {part} is an argument of some policies, to be given in the name: policy.name='{takes[0]}({part}=...)'."
 
 
 def kind_of(path: str, cls: type) -> Kind:

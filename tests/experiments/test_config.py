@@ -84,6 +84,7 @@ def test_one_slot_and_the_whole_prompt_are_different_experiments():
         ([], "give --config=NAME; known configs: .*h2o_tiny"),
         (["--config=h2o_tiny", "--config=h2o_opt125m"], "given more than once; known configs: .*h2o_tiny"),
         (["--config=h2o_tinny"], "unknown config 'h2o_tinny'; did you mean 'h2o_tiny'.*window_llama2_7b"),
+        (["--config=h2o_tiny", "--config.policy.every=8"], "every is an argument of some policies, to be given in the"),
         (["--config=h2o_tiny", "--config.polcy.budget=1"], "unknown field 'polcy.budget': a config has name, model, "),
         (["--config=h2o_tiny", "--config.policy.bugdet=1"], "policy has name, budget, .*mean 'policy.budget'"),
         (["--config=h2o_tiny", "--config.policy.budget.x=1"], "no fields of its own"),

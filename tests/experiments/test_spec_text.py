@@ -177,7 +177,7 @@ def test_a_policy_in_a_users_own_file(mine, small, capsys):
         small, [("policy.budget", [5, 6]), ("policy.name", [name, "roco(guard=2)"])], progress=False
     )
     assert [result["status"] for result in results] == ["ok"] * 4
-    with pytest.raises(ConfigError, match="no factory and no policy of that name"):
+    with pytest.raises(ConfigError, match="no factory and no policy of that name; it defines"):
         parse.build("policy", f"{mine}:quietest", budget=6)
 
 
