@@ -158,9 +158,9 @@ def _bytes(rows: Sequence[Row]) -> list[Section]:
             "with positions, statistics": f"{100 * (whole + parts['rest']) / row['full_kv_bytes']:.1f} %",
         })  # fmt: skip
     about = (
-        "Bytes that are allocated: codes; their scales, zeros and the like; exact numbers; what the vectors of a row "
-        "share; positions, statistics and the index of a selection. What a calibration says is shared by all rows, and "
-        "not a part of what is held."
+        "Bytes that are allocated: codes; their scales and zeros; exact numbers; arrays that the vectors of a row "
+        "share; positions, statistics and the index of a selection. *Held, of full* leaves out the last of these. Arrays of a "
+        "calibration are shared by all rows and are not counted."
     )
     return [Section("Bytes held", about, lines)]
 
@@ -182,11 +182,12 @@ def markdown(title: str, paragraphs: Sequence[str], rows: Sequence[dict[str, str
 
 #: What the columns mean, for reports.
 LEGEND = (
-    "*Perplexity*: of the text after the prompt, by teacher forcing, the cache evolving as in generation. *Agrees with "
-    "full*: greedy tokens equal to the full cache's at the same place; *first differs after*: the mean number before "
-    "the first that is not. *Slots*: live ones of a KV head at the end, the fewest to the most where heads or layers "
-    "differ. *tok/s*: over all rows, the fastest repetition, compilation left out. *KV held*: keys and values "
-    "allocated while decoding: the budget, and one slot for the newest token where slots are dense; *of full*: their "
-    "share of the full cache's. A recall task's column: prompts of it that greedy generation answers exactly. Scores "
-    "of tasks are shares in percent, but for numbers of tokens; what they mean is in docs/tasks.md."
+    "*Perplexity* is of the text after the prompt: its tokens are fed one by one, and the cache changes as it does in "
+    "generation. *Agrees with full* is the share of generated tokens that equal the full cache's at the same place, "
+    "and *first differs after* the mean number of tokens before the first difference. *Slots* are the live slots of a KV "
+    "head at the end; a range if heads or layers differ. *tok/s* is of all rows together, in the fastest repetition, "
+    "without compilation. *KV held* are the bytes allocated for keys and values while decoding, and for a selection's "
+    "index; *of full* is their share of the full cache's keys and values. A column of a recall task is the share of "
+    "prompts whose answer is exactly right. Scores of other tasks are percentages, unless they count tokens; "
+    "docs/tasks.md explains them."
 )

@@ -33,7 +33,7 @@ def test_everything_that_is_given_is_on_the_page_and_escaped():
     assert text.startswith("<!doctype html>")
     for part in (
         "<h1>a run</h1>", "<p>A model &amp; &lt;its&gt; text.</p>", ">h2o(&lt;a&gt;)</td>", "<td>1 MB</td>",
-        "--y=&#39;&lt;z&gt;&#39;", "<h2>Bytes &lt;held&gt;</h2>", "it &lt;/dd&gt; was", "<em>Perplexity</em>: of the",
+        "--y=&#39;&lt;z&gt;&#39;", "<h2>Bytes &lt;held&gt;</h2>", "it &lt;/dd&gt; was", "<em>Perplexity</em> is of the",
         f'alt="Plot of a run" src="data:image/png;base64,{base64.b64encode(bytes([137]) + b"PNG").decode()}"',
         'class="kvjax-viewer"',
     ):  # fmt: skip
