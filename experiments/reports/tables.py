@@ -159,8 +159,8 @@ def _bytes(rows: Sequence[Row]) -> list[Section]:
         })  # fmt: skip
     about = (
         "Bytes that are allocated: codes; their scales and zeros; exact numbers; arrays that the vectors of a row "
-        "share; positions, statistics and the index of a selection. *Held, of full* leaves out the last of these. Arrays of a "
-        "calibration are shared by all rows and are not counted."
+        "share; positions, statistics and the index of a selection. *Held, of full* leaves out the last of these. "
+        "Arrays of a calibration are shared by all rows and are not counted."
     )
     return [Section("Bytes held", about, lines)]
 
@@ -184,10 +184,10 @@ def markdown(title: str, paragraphs: Sequence[str], rows: Sequence[dict[str, str
 LEGEND = (
     "*Perplexity* is of the text after the prompt: its tokens are fed one by one, and the cache changes as it does in "
     "generation. *Agrees with full* is the share of generated tokens that equal the full cache's at the same place, "
-    "and *first differs after* the mean number of tokens before the first difference. *Slots* are the live slots of a KV "
-    "head at the end; a range if heads or layers differ. *tok/s* is of all rows together, in the fastest repetition, "
-    "without compilation. *KV held* are the bytes allocated for keys and values while decoding, and for a selection's "
-    "index; *of full* is their share of the full cache's keys and values. A column of a recall task is the share of "
-    "prompts whose answer is exactly right. Scores of other tasks are percentages, unless they count tokens; "
+    "and *first differs after* the mean number of tokens before the first difference. *Slots* are the live slots of a "
+    "KV head at the end; a range if heads or layers differ. *tok/s* is of all rows together, in the fastest "
+    "repetition, without compilation. *KV held* are the bytes allocated for keys and values while decoding, and for a "
+    "selection's index; *of full* is their share of the full cache's keys and values. A column of a recall task is the "
+    "share of prompts whose answer is exactly right. Scores of other tasks are percentages, unless they count tokens; "
     "docs/tasks.md explains them."
 )
