@@ -135,16 +135,17 @@ def expected_attention(
 ) -> Evict:
     """Keeps the slots that future queries are expected to attend to (Expected Attention, arXiv:2510.00636).
 
-    Importance: see `ExpectedAttention`; the first `sinks` positions are protected.
+    Importance is the attention that queries of the next `future` positions are expected to pay, times ‖v‖₂; see
+    `ExpectedAttention`. The first `sinks` positions are protected.
 
     Args:
       budget: slots per KV head; see `evict`.
       every: see `lagkv`.
-      future: see `ExpectedAttention`.
-      sinks: see `ExpectedAttention`.
-      covariance: see `ExpectedAttention`.
-      value_norm: see `ExpectedAttention`.
-      epsilon: see `ExpectedAttention`.
+      future: the number of positions.
+      sinks: the number of first positions that are protected, and whose queries do not count.
+      covariance: whether the covariance of queries counts, for which D² float32 numbers are kept per query head.
+      value_norm: whether the attention is multiplied by ‖v‖₂.
+      epsilon: added to the attention before that, 0 to 1.
       positions: see `evict`.
 
     The paper weighs attention by the norm of the value's contribution to the output; its code, as this, by ‖v‖₂.

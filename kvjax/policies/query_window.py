@@ -183,15 +183,15 @@ def rkv(
 ) -> Evict:
     """Evicts what the newest queries attend to least and what is redundant (R-KV, arXiv:2505.24133).
 
-    Importance: see `Redundancy`; the `window` newest positions are protected.
+    Importance is λ·attention - (1 - λ)·redundancy, see `Redundancy`; the `window` newest positions are protected.
 
     Args:
       budget: see `evict`.
-      every: see `evict`. Keys are compared with each other in each round.
-      window: see `Redundancy`.
-      kernel: see `Redundancy`.
-      lam: see `Redundancy`; the paper has 0.1, its code 0.07.
-      similar: see `Redundancy`.
+      every: see `evict`. All keys of a head are compared with each other whenever it evicts.
+      window: the number of newest queries whose attention counts, and of newest positions that are protected.
+      kernel: the number of neighbours, odd, of which a slot gets the largest attention.
+      lam: λ, the weight of attention, 0 to 1; the paper has 0.1, its code 0.07.
+      similar: the cosine above which keys count as similar.
       positions: see `evict`.
 
     In the authors' code, a key without any similar one takes away the first key's share, and only one row is handled.
@@ -208,12 +208,13 @@ def morphkv(
 ) -> Evict:
     """Evicts what the last queries attend to least (MorphKV, arXiv:2503.00979).
 
-    Importance: see `RecentAttention`; the `window` newest positions are protected.
+    Importance is the attention that the last `window` queries pay the slots before them, see `RecentAttention`; the
+    `window` newest positions are protected.
 
     Args:
       budget: see `evict`.
-      window: see `RecentAttention`.
-      fuse: see `RecentAttention`.
+      window: the number of newest queries, and of newest positions that are protected.
+      fuse: ``sum`` or ``max`` over these queries.
       every: see `evict`.
       positions: see `evict`.
     """
