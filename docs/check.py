@@ -34,7 +34,7 @@ def main() -> int:
             seen, opened = look(given.folder, given.pictures)
             found += seen
         except chromium.BrowserError as error:
-            # Of the browser or the machine, such as a sandbox that Chromium may not make: no fault of the site.
+            # The browser or the machine failed, such as a sandbox that Chromium may not create; the site did not.
             opened = f"Chromium failed, so that no page was looked at: {error}"
     print(*found, sep="\n", end="\n" * bool(found), file=sys.stderr)
     print(f"{len(found)} faults: all local links were checked, {opened} ({time.monotonic() - began:.0f} s)")

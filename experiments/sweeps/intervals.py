@@ -62,7 +62,7 @@ def bounds(rows: Sequence[Row], name: str) -> dict[str, tuple[float, float]]:
     """
     found = {}
     for column, each in pooled(rows).items():
-        # Of equal values the bootstrap knows nothing: 8 of 8 prompts are not 100 % of all prompts.
+        # The bootstrap of equal values has no width, but 8 right answers of 8 do not mean 100 % of all prompts.
         if each.size >= LEAST and np.ptp(each) > 0:
             low, high = interval(each, f"{name} {column}")
             found[column] = (exp(low), exp(high)) if column == PERPLEXITY else (low, high)

@@ -60,7 +60,7 @@ def test_the_full_cache_opens_the_table_once(found):
     assert [line["policy"] for line in lines] == ["full", "window", "h2o"]
     assert lines[0]["budget (slots)"] == "all (8)" and lines[0]["above full"] == "-"
     assert lines[0]["perplexity"].startswith("7.39 (")
-    # Of each text, and of both seeds of it together.
+    # One mean for each text, over both of its seeds.
     texts = [
         result(
             name, [row("full", np.arange(4) + shift), row(name, np.arange(4) + 1)], **{"data.text": text, "seed": seed}

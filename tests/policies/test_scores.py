@@ -9,16 +9,19 @@ import pytest
 import kvjax
 from kvjax import policies, storage
 from kvjax.errors import PolicyError
+from kvjax.numerics.rope import Rope
 from kvjax.planning.roofline import average_slots
 from kvjax.policies.components import KeyFrame
 from kvjax.policies.pools import protecting
 from kvjax.policies.query_window import redundancy
+from kvjax.policies.row_memory import Queries
 from tests import layers
 from tests.reference import scores as reference
 from tests.tiny import tiny
 
 CASE = layers.Case(layers.random_streams([0], 27), prompts=np.array([20]), ends=np.array([27]), rope=None)
 CASES = {
+    "expected_attention": (24, 25, 26),
     "redundancy": (36,),
     "rkv_attention": (37,),
     "caote": range(27, 33),
@@ -55,12 +58,32 @@ def worked(shared_data):
     return np.load(shared_data / "examples" / "methods_cases.npz")
 
 
+def expected_attention(arguments, given, view):
+    """The score [S] of a worked case, for queries that come in two blocks."""
+    sinks, query = arguments["sinks"], jnp.asarray(given["query_unrotated"], jnp.float32)[None, None]
+    moments, rope = policies.QueryMoments(sinks), Rope(dim=query.shape[-1])
+    position = sinks + jnp.arange(query.shape[3])[None]
+    memory = moments.empty((1, 1, query.shape[2]), query.shape[-1])
+    for part in (slice(0, 30), slice(30, None)):
+        memory = moments.update(memory, Queries(query[:, :, :, part], query[:, :, :, part], position[:, part]))
+    view = view._replace(
+        newest=jnp.full(1, arguments["seen"] - 1, jnp.int32), frame=KeyFrame(True, rope, rope.frequencies(view.prompt)),
+        memory={moments.name: memory}, scale=query.shape[-1] ** -0.5,
+    )  # fmt: skip
+    importance = policies.ExpectedAttention(
+        arguments["future"], sinks, True, arguments["value_norm"], arguments["epsilon"]
+    )
+    return np.asarray(importance.score({}, view))[0, 0]
+
+
 def found(name, arguments, given):
     """The library's score [S] of a worked case."""
     size = len(given.get("value", given.get("key_unrotated", given.get("key"))))
     position = given.get("position", np.arange(size))
     view = view_of(position, given.get("key", given.get("key_unrotated")), given.get("value"), size)
     match name:
+        case "expected_attention":
+            return expected_attention(arguments, given, view)
         case "redundancy":
             return np.asarray(redundancy(view.key, view.position, arguments["similar"]))[0, 0]
         case "rkv_attention":
@@ -87,6 +110,9 @@ def test_worked_scores(worked, name, case):
     assert about["name"] == name
     given = {each: worked[f"{case}_in_{each}"] for each in about["inputs"]}
     expected = worked[f"{case}_out"]
+    if name == "expected_attention":
+        # The first slots are left out there.
+        expected = np.concatenate([np.full(about["arguments"]["sinks"], np.inf), expected])
     if name == "rkv_attention":
         # The newest slots are left out there.
         expected = np.concatenate([expected, np.full(about["arguments"]["window"], np.inf)])

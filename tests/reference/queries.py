@@ -101,7 +101,7 @@ def expected_attention(
         if later.any():
             log = log_expected_attention(queries, view.rotated[later], turn, covariance)
             norm = np.linalg.norm(view.value[later], axis=1) if value_norm else 1.0
-            # Of the logarithm, so that differences of faint attention count; the same order.
+            # The logarithm has the same order, and keeps differences between small amounts of attention.
             priority[later] = np.log(np.exp(log) + epsilon) + np.log(norm) if epsilon else log + np.log(norm)
         return Ranking(priority)
 

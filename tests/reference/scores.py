@@ -13,7 +13,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def _policy(budget: Any, rank: Any, every: int | None, **options: Any) -> Policy:
-    """A compressor, or, with a number, a policy that evicts so many slots at once."""
+    """Returns a compressor if `every` is None, and otherwise a policy that evicts `every` slots at once."""
     if every is None:
         return Policy(budget, rank, at_prompt_end_only=True, **options)
     return Policy(budget, rank, every=every, **options)

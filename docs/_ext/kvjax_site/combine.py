@@ -1,4 +1,4 @@
-"""Which policies, storages and selections go together: lowers every product, as tests/laws/test_products.py does.
+"""Valid combinations of policies, storages and selections: lowers all, as tests/laws/test_products.py does.
 
 `tests/laws/test_products.py` lowers the same products of the same examples (`tests/examples.py`), and fails if one
 neither lowers nor is refused with a reason.

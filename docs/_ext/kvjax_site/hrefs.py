@@ -11,7 +11,7 @@ SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:|//")
 
 
 class Found(NamedTuple):
-    """What a page has, as far as links need it.
+    """The links and anchors of a page.
 
     Attributes:
       anchors: the fragments that lead into the page.

@@ -57,8 +57,8 @@ class Branch(NamedTuple):
         prompt = own(self.prompt)
         if self.decode is self.prompt:
             return self._replace(prompt=prompt, decode=prompt)
-        # Of two policies, one may keep its budget where the other takes the window's slots (see `slots_in`), or keep
-        # tokens of the prompt that the window leaves while the other decodes.
+        # One policy may keep its budget while the other is limited to the window's slots (see `slots_in`), or may keep
+        # tokens of the prompt that leave the window during decoding: a step then evicts several slots.
         one = self.evicts_one and (window is None or self.decode.budget is None)
         return self._replace(prompt=prompt, decode=own(self.decode), evicts_one=one)
 
