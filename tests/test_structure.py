@@ -42,7 +42,7 @@ ROOMS = [
 LATE = {("storage/__init__.py", "cache"), ("policies/h2o_variants.py", "selection")}
 
 #: Kinds of policies made of others, and the fields that say how a policy is made.
-KINDS = {"Split", "Phases", "WithSelection"}
+KINDS = {"Split", "SplitLayers", "Phases", "WithSelection"}
 FIELDS = {"when", "merge", "chosen", "others", "importance", "scope"}
 #: Pallas's `when`, a side's, a tensor's `merge`, a selection's `chosen` and a tokenizer's `Split` are others of that
 #: name.
@@ -123,6 +123,4 @@ def test_looking_at_how_a_policy_is_made_would_be_seen():
         "each.when == 'step'", "phases(policy)[-1].merge", "policy.chosen.budget", "spec.policy.then",
     ):  # fmt: skip
         assert reads_policies(source), source
-    assert not reads_policies(
-        "from kvjax.policies.traits import splits_heads\npl.when(x)\npolicy.budget\nself.chosen(y)"
-    )
+    assert not reads_policies("from kvjax.policies.traits import is_split\npl.when(x)\npolicy.budget\nself.chosen(y)")

@@ -6,6 +6,7 @@ from kvjax.errors import PolicyError, SelectionError, StorageError
 from kvjax.policies.base import POSITIONS, Evict, Policy
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
+from kvjax.policies.layers import SplitLayers
 from kvjax.policies.phases import Phases
 from kvjax.selection.attributes import check_selection
 from kvjax.selection.base import Selection
@@ -116,6 +117,9 @@ def with_positions(policy: Policy, positions: str) -> Policy:
             return placed(policy)
         case Split():
             return dataclasses.replace(policy, chosen=placed(policy.chosen), others=placed(policy.others))
+        case SplitLayers():
+            own = tuple(with_positions(each, positions) for each in policy.policies)
+            return dataclasses.replace(policy, policies=own)  # type: ignore[arg-type]  # of the same types
         case Phases():
             return dataclasses.replace(policy, prompt=placed(policy.prompt), decode=placed(policy.decode))
         case WithSelection():

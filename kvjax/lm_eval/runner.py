@@ -20,7 +20,7 @@ from kvjax.generation.sampling import Greedy, Sampler, penalty_of
 from kvjax.lm_eval.batches import Ended, batches, bucket, ends, padded, until
 from kvjax.lm_eval.beginnings import Group, groups
 from kvjax.models.model import Model
-from kvjax.policies.traits import splits_heads
+from kvjax.policies.traits import is_split
 
 Ids = Sequence[int]
 SMALLEST_CHOICE = 16  # tokens that shorter continuations have arrays for
@@ -65,7 +65,7 @@ class Runner:
     def changes(self) -> bool:
         """Whether a text's score depends on which of its tokens are its prompt."""
         spec = self.spec
-        evicts = spec.policy.budget is not None or splits_heads(spec.policy)
+        evicts = spec.policy.budget is not None or is_split(spec.policy)
         return evicts or spec.storage.new_tokens_separate or not spec.selection.reads_all
 
     @property

@@ -31,6 +31,7 @@ from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Compensation, Split, compensation, duo_attention, razor_attention, split_heads
 from kvjax.policies.keys import KeyDifference, LowNorm, key_difference, keydiff, knorm, low_norm
 from kvjax.policies.lagkv import LagRelative, lagkv
+from kvjax.policies.layers import SplitLayers, longgen, split_layers
 from kvjax.policies.leverage import KeyValueShare, Leverage, cur, leverage
 from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, anchors, cam, d2o, kvmerger
 from kvjax.policies.padded import Padded, padded
@@ -93,11 +94,13 @@ POLICIES: Registry[Policy] = Registry(
 )
 by_name, accepts, names = POLICIES.by_name, POLICIES.accepts, POLICIES.names
 
-#: Policies for a table of heads, which belongs to one model: `kvjax.analysis.retrieval_heads` makes one.
+#: Policies of heads, for a table that belongs to one model (`kvjax.analysis.retrieval_heads` makes one), and of layers.
 HEAD_PLANS: dict[str, Callable[..., Policy]] = {
     "split_heads": split_heads,
     "duo_attention": duo_attention,
     "razor_attention": razor_attention,
+    "split_layers": split_layers,
+    "longgen": longgen,
 }
 
 #: Functions from policies to a policy.
@@ -115,19 +118,19 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
-    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First",
-    "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeptPrompt",
-    "KeyDifference", "KeyValueShare", "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage",
-    "LowNorm", "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded",
-    "PerLayer", "Phases", "Policy", "PromptEnd", "Pyramid", "QueryMoments", "Recency", "RecentAttention",
-    "RecentQueries", "Redundancy", "Ring", "RowMemory", "Scope", "Shared", "SharedLast", "Slots", "Split", "Strided",
+    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First", "FirstSlots",
+    "Folded", "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference",
+    "KeyValueShare", "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LowNorm",
+    "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded", "PerLayer",
+    "Phases", "Policy", "PromptEnd", "Pyramid", "QueryMoments", "Recency", "RecentAttention", "RecentQueries",
+    "Redundancy", "Ring", "RowMemory", "Scope", "Shared", "SharedLast", "Slots", "Split", "SplitLayers", "Strided",
     "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WithSelection", "accepts",
     "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "compensation", "compress", "counter",
     "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict", "expected_attention", "fifo", "fixed",
     "from_layer", "full", "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger",
-    "lagkv", "last", "leverage", "local_only", "low_norm", "lru", "mass", "mean_attention", "mean_mass", "morphkv",
-    "names", "observation_window_score", "padded", "phases", "protect_any", "protect_first", "protect_newest",
-    "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency", "ring", "rkv",
-    "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "streaming_llm", "strided", "times_above", "tova",
-    "value_aware", "value_norm", "window", "with_heavy_hitters",
+    "lagkv", "last", "leverage", "local_only", "longgen", "low_norm", "lru", "mass", "mean_attention", "mean_mass",
+    "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any", "protect_first",
+    "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency",
+    "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers", "streaming_llm",
+    "strided", "times_above", "tova", "value_aware", "value_norm", "window", "with_heavy_hitters",
 ]  # fmt: skip

@@ -31,7 +31,7 @@ factory = checked_call(PolicyError)  # decorates the factories of policies and m
 
 
 class Policy:
-    """The slots that a cache keeps: an `Evict`, or a `Split` or `Phases` of them, or a `WithSelection`.
+    """The slots that a cache keeps: an `Evict`, a `Split`, `SplitLayers` or `Phases` of them, or a `WithSelection`.
 
     Attributes:
       name: shown in reports; ignored by comparisons.

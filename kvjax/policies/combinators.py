@@ -16,6 +16,7 @@ from kvjax.policies.components import Importance, Scope, Stats, View
 from kvjax.policies.h2o import mass
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
+from kvjax.policies.layers import SplitLayers
 from kvjax.policies.phases import Phases
 from kvjax.policies.row_memory import RowMemory
 
@@ -217,6 +218,8 @@ def ranks_each_head(name: str, policy: Policy) -> Evict:
         raise PolicyError(f"{name}(): {policy!r} is not a policy; give one such as h2o(budget=256).")
     if isinstance(policy, Split):
         raise PolicyError(f"{name}({policy.name}): its heads have policies of their own; apply it to these.")
+    if isinstance(policy, SplitLayers):
+        raise PolicyError(f"{name}({policy.name}): its layers have policies of their own; apply it to these.")
     if isinstance(policy, WithSelection):
         raise PolicyError(f"{name}({policy.name}): it hides slots and evicts none; give a policy that evicts.")
     if isinstance(policy, Phases):

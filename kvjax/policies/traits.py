@@ -7,11 +7,12 @@ from kvjax.policies.base import Evict, Policy
 from kvjax.policies.h2o import Ring
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
+from kvjax.policies.layers import SplitLayers
 from kvjax.policies.phases import Phases
 
 
 def phases(policy: Policy) -> tuple[Evict, ...]:
-    """Returns the policies, in order of time, of the heads that a selection applies to; the last of them decodes.
+    """Returns the policies, in order of time, of the heads or layers that a selection applies to; the last one decodes.
 
     Raises:
       SelectionError: an unknown kind of policy.
@@ -24,6 +25,8 @@ def phases(policy: Policy) -> tuple[Evict, ...]:
         case Split():
             keep = [each for each in (policy.chosen, policy.others) if each.budget is None]
             return ((keep or [policy.chosen])[0],)
+        case SplitLayers():
+            return phases(next((each for each in policy.policies if each.budget is None), policy.policies[0]))
         case WithSelection():
             return (policy.keep,)
     raise SelectionError(f"{policy!r} cannot be combined with a selection; give a policy of kvjax.policies.")
@@ -52,6 +55,8 @@ def evicting_in_prompt(policy: Policy) -> str | None:
     match policy:
         case Split():
             return evicting_in_prompt(policy.chosen) or evicting_in_prompt(policy.others)
+        case SplitLayers():
+            return next(filter(None, map(evicting_in_prompt, policy.policies)), None)
         case Phases():
             return evicting_in_prompt(policy.prompt)
         case Evict():
@@ -94,9 +99,9 @@ def ranking_by_more_than_position(policy: Policy) -> str | None:
     )
 
 
-def splits_heads(policy: Policy) -> bool:
-    """Returns whether some heads are under one policy and others under another."""
-    return isinstance(policy, Split)
+def is_split(policy: Policy) -> bool:
+    """Returns whether some heads or layers are under one policy and others under another."""
+    return isinstance(policy, Split | SplitLayers)
 
 
 def one_at_every_step(policy: Policy) -> bool:

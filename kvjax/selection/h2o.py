@@ -20,7 +20,7 @@ from kvjax.numerics.soft_cap import soft_capped
 from kvjax.numerics.statistics import MASS
 from kvjax.policies.base import Policy, fixed_slots
 from kvjax.policies.budget import Budget, as_budget
-from kvjax.policies.traits import evicting, splits_heads
+from kvjax.policies.traits import evicting, is_split
 from kvjax.selection.base import Columns, Index, Selection, SelectView
 from kvjax.selection.checks import named
 from kvjax.selection.choose import best, softmax
@@ -67,8 +67,10 @@ class Variant(Selection):
             )
 
     def refuses(self, policy: Policy, storage: Storage | None = None, *, positions: str = "original") -> str | None:
-        if splits_heads(policy):
-            return f"it keeps every token of every head, and the policy {policy.name} splits the heads; use full()."
+        if is_split(policy):
+            return (
+                f"it keeps every token of every head and layer, and the policy {policy.name} splits them; use full()."
+            )
         # Nothing is evicted, so that ranks are positions, and positions="cache" is the same as "original".
         name = evicting(policy)
         return name and f"it keeps every token, and the policy {name} evicts; use full()."

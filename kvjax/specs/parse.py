@@ -45,7 +45,7 @@ Factory = Callable[..., Any]
 _WORD = re.compile(r"[^\s(),=]+")
 _NAME = re.compile(r"\w+")
 _PLACEHOLDER = "__file"  # stands for FILE.py:factory, with its number
-_COMBINING = COMBINATORS | {"split_heads": HEAD_PLANS["split_heads"]}
+_COMBINING = COMBINATORS | {name: HEAD_PLANS[name] for name in ("split_heads", "split_layers")}
 #: Names that policies of kvjax begin with: ``h2o``, ``adakv[snapkv]``, ``h2o+heavy``.
 _LIBRARY = re.compile(rf"({'|'.join([*POLICIES, *HEAD_PLANS, *COMBINATORS, 'evict', 'compress'])})\b")
 _OBJECTS = (Policy, Merge, Storage, Selection)  # what a file may hold instead of a factory
@@ -57,7 +57,7 @@ class Registry(NamedTuple):
     Attributes:
       kind: the class of what is built.
       factories: by name.
-      combinators: by name, what is made of other policies or needs a table of heads; listed apart in errors.
+      combinators: by name, what is made of other policies, or for some heads or layers; listed apart in errors.
       inside: the axes that an argument may be of.
       example: of a call.
       error: raised for arguments that a factory of a user's own does not take.

@@ -106,7 +106,7 @@ HIDING = {"h2o[masked]", "h2o[global]", "h2o[local]"}
 #: Under which all heads of a layer hold the same positions.
 ALIKE = {
     "full", "window", "fifo", "local_only", "streaming_llm", "strided", "fixed", "tova", "h2o[masked]",
-    "h2o[global]", "h2o[local]",
+    "h2o[global]", "h2o[local]", "longgen",
 }  # fmt: skip
 
 

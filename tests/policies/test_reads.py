@@ -21,6 +21,8 @@ def evicting(value):
             return [value.prompt, value.decode]
         case policies.Split():
             return [value.chosen, value.others]
+        case policies.SplitLayers():
+            return [each for own in value.policies for each in evicting(own)]
         case policies.WithSelection():
             return [value.keep]
     return []

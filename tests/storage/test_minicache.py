@@ -231,7 +231,7 @@ def test_what_is_not_valid(build, match):
         (policies.window(6, merge=policies.d2o()), storage.minicache(0), {}, "leave out merge"),
         (policies.snapkv(6, window=2), storage.minicache(0), {}, "under the policy snapkv each keeps its own"),
         (policies.adakv(policies.snapkv(6, window=2)), storage.minicache(0), {}, "each keeps its own"),
-        (SPLIT, storage.minicache(0), {}, "treats heads differently"),
+        (SPLIT, storage.minicache(0), {}, "treats heads or layers differently"),
         (
             policies.compress(importance=policies.recency, budget=(6, 7), name="newest"),
             storage.minicache(0),

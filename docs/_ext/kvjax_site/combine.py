@@ -51,7 +51,7 @@ Triple = tuple[str, str, str]
 
 
 def policy_rows() -> dict[str, policies.Policy]:
-    """Returns the policies of the tables: those by name, variants, merges, combinators and plans of heads."""
+    """Returns the policies of the tables: by name, variants, merges, combinators, and plans of heads or layers."""
     found = {name: examples.policy(name) for name in POLICIES}
     found |= {f"h2o[{variant}]": policies.h2o(0.5, variant=variant) for variant in ("masked", "global", "local")}
     found |= {f"h2o+{name}": policies.h2o(0.5, merge=merge()) for name, merge in MERGES.items()}

@@ -19,7 +19,8 @@ CASES = {
     "int4+8": "int4(residual=...)", "host": 'dense(memory="host")', "with_heavy_hitters": "with_heavy_hitters(h2o)",
     "value_norm": "value_norm(roco)", "adakv": "adakv(pyramidkv)", "after_prefill": "after_prefill(snapkv, then=roco)",
     "from_layer": "from_layer(h2o)", "by_page": "by_page(h2o)", "split_heads": "split_heads(..., roco, tova)",
-    "duo_attention": "duo_attention(...)", "razor_attention": "razor_attention(...)", "rotated": "rotated(int4)",
+    "split_layers": "split_layers(roco, full(), ...)", "duo_attention": "duo_attention(...)",
+    "razor_attention": "razor_attention(...)", "rotated": "rotated(int4)",
     "caote": "caote(h2o(every=2))", "value_aware": "value_aware(snapkv)", "phases": "phases(full(), h2o)",
 }  # fmt: skip
 AXIS_NAMES = ("policies", "storages", "selections")

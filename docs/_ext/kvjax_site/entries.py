@@ -33,6 +33,7 @@ EXAMPLES: Mapping[str, str] = {
     "split_heads": f"split_heads({HEADS}, h2o(96), window(32))",
     "duo_attention": f"duo_attention({HEADS}, sinks=4, recent=28)",
     "razor_attention": f"razor_attention({HEADS}, 32)",
+    "split_layers": "split_layers(window(64), h2o(64), shares=(1, 2))",
     "integer": "integer(3)",
     "low_rank": "low_rank(64, 64)",
     "cskv": "cskv(64, heads=2)",
@@ -97,9 +98,9 @@ class Entry:
 
 
 def policy_entries() -> list[Entry]:
-    """Returns the policies: those by name, those of heads, those made of others, and merges."""
+    """Returns the policies: those by name, those of heads and layers, those made of others, and merges."""
     kinds: dict[str, Mapping[str, Callable[..., Any]]] = {
-        "policy": policies.POLICIES, "plan of heads": policies.HEAD_PLANS, "combinator": policies.COMBINATORS,
+        "policy": policies.POLICIES, "plan of heads or layers": policies.HEAD_PLANS, "combinator": policies.COMBINATORS,
         "merge": policies.MERGES,
     }  # fmt: skip
     return [Entry("policies", kind, name, make) for kind, table in kinds.items() for name, make in table.items()]

@@ -39,7 +39,7 @@ class PairArrangement(Arrangement):
 
     def refuses(self, spec: "CacheSpec", branch: "Branch", sizes: "Sizes", layers: int) -> str | None:
         if branch.heads is not None:
-            return "two layers are stored together, but the policy treats heads differently; use one policy for all."
+            return "two layers are stored together, but the policy treats heads or layers differently; use one for all."
         if merges(branch):
             return "a merge changes tokens of one layer, but two layers are stored together; leave out merge."
         if branch.decode.budget is not None:

@@ -28,7 +28,7 @@ from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
 from kvjax.errors import PolicyError
 from kvjax.parallel.host_memory import gather
 from kvjax.policies.base import Evict
-from kvjax.policies.traits import splits_heads
+from kvjax.policies.traits import is_split
 from kvjax.selection.base import Selection
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
@@ -59,7 +59,7 @@ class TierArrangement(Arrangement):
                 f"selection={branch.selection!r} hides or chooses slots of one tier; leave it out, or use a storage of "
                 "single slots such as int4."
             )
-        if branch.prompt.budget is None and branch.decode.budget is None and not splits_heads(spec.policy):
+        if branch.prompt.budget is None and branch.decode.budget is None and not is_split(spec.policy):
             return "it evicts nothing that a low tier could hold; use a policy with a budget, such as h2o(0.2)."
         return None
 

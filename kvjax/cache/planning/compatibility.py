@@ -94,7 +94,7 @@ def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None
 
 def _refuses_joint(heads: int, branch: Branch, kv_heads: int) -> str | None:
     """Returns why KV heads that are held together do not go with a policy, a selection or the mesh; None if they do."""
-    if branch.heads is not None:
+    if branch.divides_heads:
         return (
             f"{heads} KV heads are stored together, but the policy treats heads differently; use one policy for all of "
             "them, such as full() or a window."

@@ -10,6 +10,7 @@ from kvjax.policies.base import Evict, Policy, keep
 from kvjax.policies.budget import Budget, Fraction, Slots
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
+from kvjax.policies.layers import SplitLayers
 from kvjax.policies.phases import Phases
 from kvjax.policies.pools import protecting
 from kvjax.policies.reach import in_window, slots_in_window
@@ -22,18 +23,23 @@ class Branch(NamedTuple):
     """The policies of some KV heads, one for each phase.
 
     Attributes:
-      heads: per layer, the model's KV heads; None = all of every layer.
+      heads: per layer, the model's KV heads, where None = all and () = none; None = all of every layer.
       prompt: ranks while the prompt goes in.
       decode: ranks while decoding.
       evicts_one: whether a decoding step evicts at most one slot per head.
       selection: what these heads read.
     """
 
-    heads: tuple[tuple[int, ...], ...] | None
+    heads: tuple[tuple[int, ...] | None, ...] | None
     prompt: Evict
     decode: Evict
     evicts_one: bool
     selection: Selection
+
+    @property
+    def divides_heads(self) -> bool:
+        """Whether it has some of the heads of a layer, and another branch the rest."""
+        return self.heads is not None and any(self.heads)
 
     def in_layer(self, layer: int, window: int | None) -> "Branch":
         """Returns the branch with the policies of one layer.
@@ -97,7 +103,8 @@ def branches_of(policy: Policy, selection: Selection, config: DecoderConfig) -> 
       config: of the decoder.
 
     Raises:
-      PolicyError: a table of heads that is not of this model's shape, or a selection that applies to no head.
+      PolicyError: a table of heads or policies of layers that are not for this model, or a selection that
+        applies to no head.
     """
     match policy:
         case Evict(when="step"):
@@ -117,6 +124,8 @@ def branches_of(policy: Policy, selection: Selection, config: DecoderConfig) -> 
             return [Branch(None, policy.keep, policy.keep, True, selection)]
         case Split():
             return _split(policy, selection, config)
+        case SplitLayers():
+            return _split_layers(policy, selection, config)
     raise PolicyError(f"{policy!r} is not a policy; make one with kvjax.policies, such as h2o(budget=256).")
 
 
@@ -145,12 +154,32 @@ def _split(policy: Split, selection: Selection, config: DecoderConfig) -> list[B
         # Heads that evict read all that they hold; a selection is for those that keep everything.
         reads = selection if own.budget is None else everything()
         branches += [branch._replace(heads=heads) for branch in branches_of(own, reads, config)]
+    _check_selected(policy, "heads", selection, branches)
+    return branches
+
+
+def _split_layers(policy: SplitLayers, selection: Selection, config: DecoderConfig) -> list[Branch]:
+    branches, layers = [], policy.of_layers(config.num_layers)
+    for own in dict.fromkeys(layers):
+        heads = tuple(None if each == own else () for each in layers)
+        # Layers that evict read all that they hold, as heads of `Split` do.
+        reads = selection if own.budget is None else everything()
+        branches += [branch._replace(heads=heads) for branch in branches_of(own, reads, config)]
+    _check_selected(policy, "layers", selection, branches)
+    return branches
+
+
+def _check_selected(policy: Policy, parts: str, selection: Selection, branches: list[Branch]) -> None:
+    """Checks that a selection applies to some of the heads or layers of a policy.
+
+    Raises:
+      PolicyError: it applies to none.
+    """
     if not selection.reads_all and all(branch.selection.reads_all for branch in branches):
         raise PolicyError(
-            f"policy {policy.name}: none of its heads keeps every token, so that selection={selection!r} has "
+            f"policy {policy.name}: none of its {parts} keeps every token, so that selection={selection!r} has "
             "nothing to choose from; leave it out."
         )
-    return branches
 
 
 @functools.lru_cache(maxsize=64)
@@ -187,7 +216,8 @@ def group_by_storage(branches: list[Branch], storage: Storage, config: DecoderCo
         kinds: list[list[tuple[int, ...]]] = []
         for layer, own in enumerate(held):
             found: dict[Storage, list[int]] = {}
-            for head in range(len(own)) if branch.heads is None else branch.heads[layer]:
+            heads = None if branch.heads is None else branch.heads[layer]
+            for head in range(len(own)) if heads is None else heads:
                 found.setdefault(own[head], []).append(head)
             kinds.append([tuple(heads) for heads in found.values()])
         count = max(map(len, kinds))
@@ -196,8 +226,8 @@ def group_by_storage(branches: list[Branch], storage: Storage, config: DecoderCo
             continue
         _check_separate_heads(branch, storage)
         for number in range(count):
-            heads = tuple(each[number] if number < len(each) else () for each in kinds)
-            made.append(branch._replace(heads=heads))
+            some = tuple(each[number] if number < len(each) else () for each in kinds)
+            made.append(branch._replace(heads=some))
     return made
 
 

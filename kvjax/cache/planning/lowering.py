@@ -178,7 +178,7 @@ def _all_budgets(
         here = [
             (rows, _limited(branch.in_layer(layer, window)))
             for branch, rows in zip(branches, resolved, strict=True)
-            if branch.heads is None or branch.heads[layer]
+            if branch.heads is None or branch.heads[layer] != ()
         ]
         for number, into in enumerate((prompt, decode)):
             own = [(rows[number], limited[number]) for rows, limited in here]
