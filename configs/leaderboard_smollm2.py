@@ -35,6 +35,7 @@ def get_config() -> LeaderboardConfig:
             "expected_attention",
             "rkv",
             "morphkv",
+            "vase",
             "lagkv",
             "leverage",
             "cur",

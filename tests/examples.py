@@ -15,6 +15,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "random": {}, "strided": {"stride": 3, "local": 1}, "fixed": {"block": 2, "columns": 1},
     "snapkv": {"window": 2, "kernel": 3}, "pyramidkv": {"window": 2, "kernel": 3}, "knorm": {}, "keydiff": {},
     "rkv": {"every": 1, "window": 2, "kernel": 3}, "morphkv": {"window": 2},
+    "vase": {"every": 1, "sinks": 1, "kernel": 3}, "vase_dkv": {"every": 1, "rank": 3, "sinks": 1},
     "expected_attention": {"future": 8, "sinks": 1},
     "lagkv": {"lag": 2, "sinks": 1}, "leverage": {}, "cur": {"block": 3, "sinks": 1},
     "fifo": {}, "lru": {"sinks": 1}, "counter": {},

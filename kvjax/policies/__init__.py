@@ -55,6 +55,7 @@ from kvjax.policies.snapkv import (
 from kvjax.policies.tova import Last, SharedLast, last, shared_last, tova
 from kvjax.policies.union import Union, protect_any
 from kvjax.policies.value_aware import LargestValues, value_aware
+from kvjax.policies.vase import ProjectedShare, SampledAttention, vase, vase_dkv
 from kvjax.policies.window import First, Recency, full, local_only, protect_first, recency, streaming_llm, window
 
 #: Every named policy: the command line, sweeps and conformance tests take the list from here.
@@ -83,6 +84,8 @@ POLICIES: Registry[Policy] = Registry(
         "keydiff": keydiff,
         "rkv": rkv,
         "morphkv": morphkv,
+        "vase": vase,
+        "vase_dkv": vase_dkv,
         "expected_attention": expected_attention,
         "lagkv": lagkv,
         "leverage": leverage,
@@ -118,19 +121,20 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
-    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First", "FirstSlots",
-    "Folded", "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference",
-    "KeyValueShare", "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LowNorm",
-    "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded", "PerLayer",
-    "Phases", "Policy", "PromptEnd", "Pyramid", "QueryMoments", "Recency", "RecentAttention", "RecentQueries",
-    "Redundancy", "Ring", "RowMemory", "Scope", "Shared", "SharedLast", "Slots", "Split", "SplitLayers", "Strided",
-    "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WithSelection", "accepts",
-    "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "compensation", "compress", "counter",
-    "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict", "expected_attention", "fifo", "fixed",
-    "from_layer", "full", "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger",
-    "lagkv", "last", "leverage", "local_only", "longgen", "low_norm", "lru", "mass", "mean_attention", "mean_mass",
-    "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any", "protect_first",
-    "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency",
-    "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers", "streaming_llm",
-    "strided", "times_above", "tova", "value_aware", "value_norm", "window", "with_heavy_hitters",
+    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First",
+    "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeptPrompt",
+    "KeyDifference", "KeyValueShare", "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage",
+    "LowNorm", "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded",
+    "PerLayer", "Phases", "Policy", "ProjectedShare", "PromptEnd", "Pyramid", "QueryMoments", "Recency",
+    "RecentAttention", "RecentQueries", "Redundancy", "Ring", "RowMemory", "SampledAttention", "Scope", "Shared",
+    "SharedLast", "Slots", "Split", "SplitLayers", "Strided", "TextFraction", "TimesAbove", "TimesValueNorm",
+    "Uniform", "Union", "Varying", "View", "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name",
+    "by_page", "cam", "caote", "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention",
+    "everything", "evict", "expected_attention", "fifo", "fixed", "from_layer", "full", "h2o", "h2o_decay",
+    "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger", "lagkv", "last", "leverage", "local_only",
+    "longgen", "low_norm", "lru", "mass", "mean_attention", "mean_mass", "morphkv", "names",
+    "observation_window_score", "padded", "phases", "protect_any", "protect_first", "protect_newest",
+    "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency", "ring", "rkv",
+    "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers", "streaming_llm", "strided",
+    "times_above", "tova", "value_aware", "value_norm", "vase", "vase_dkv", "window", "with_heavy_hitters",
 ]  # fmt: skip

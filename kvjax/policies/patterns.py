@@ -14,10 +14,10 @@ from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Merge, Scope, Stats, View
+from kvjax.policies.draws import LARGEST_SEED, slot_keys
 from kvjax.policies.h2o import Newest
 
 Array = jax.Array
-LARGEST_SEED = 2**32 - 1  # jax.random.key uses 32 bits
 
 
 def _two_classes(first: Array, view: View) -> Array:
@@ -119,16 +119,7 @@ class Uniform(Importance):
         object.__setattr__(self, "seed", count_argument("seed", self.seed, maximum=LARGEST_SEED))
 
     def score(self, stats: Stats, view: View) -> Array:
-        key = jax.random.fold_in(jax.random.key(self.seed), view.layer)
-
-        def draw(head: Array, position: Array) -> Array:
-            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, head), position))
-
-        # [K]
-        head = jnp.arange(view.position.shape[1]) if view.heads is None else jnp.asarray(view.heads)
-        return jax.vmap(jax.vmap(jax.vmap(draw, (None, 0)), (0, 0)), (None, 0))(
-            jnp.asarray(head, jnp.int32), jnp.maximum(view.position, 0)
-        )
+        return jax.vmap(jax.vmap(jax.vmap(jax.random.uniform)))(slot_keys(self.seed, view))
 
 
 @factory

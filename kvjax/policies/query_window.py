@@ -12,7 +12,7 @@ from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Stats, View
 from kvjax.policies.h2o import Newest
 from kvjax.policies.row_memory import RecentQueries, RowMemory
-from kvjax.policies.slot_order import by_slot_order, in_slot_order, slot_ranks
+from kvjax.policies.slot_order import over_neighbours
 
 Array = jax.Array
 TILE = 128  # slots that are compared with all others at a time
@@ -37,12 +37,24 @@ def recent_logits(view: View, window: int) -> tuple[Array, Array, Array]:
     return logits, view.live & ~view.recent(window), memory["position"] >= 0
 
 
+def check_odd(kernel: int) -> None:
+    """Raises a PolicyError if a number of neighbours is even, for which there is no middle."""
+    if kernel % 2 == 0:
+        raise PolicyError(f"kernel={kernel} is even; give an odd number of neighbours.")
+
+
 def softmax_over(logits: Array, counted: Array) -> Array:
     """Returns the softmax of logits [..., S] over the slots that count, [..., S]; 0 elsewhere."""
     largest = jnp.max(logits, axis=-1, keepdims=True, where=counted, initial=-jnp.inf)
     weight = jnp.where(counted, jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0.0)), 0.0)
     total = jnp.sum(weight, axis=-1, keepdims=True)
     return weight / jnp.where(total > 0, total, 1.0)
+
+
+def mean_over_queries(x: Array, there: Array) -> Array:
+    """Returns the mean [B, K, S] of numbers [B, K, w, S] over the queries that are there, [B, K, w] bool."""
+    number = jnp.maximum(jnp.sum(there, axis=2), 1).astype(jnp.float32)[..., None]
+    return jnp.sum(jnp.where(there[..., None], x, 0.0), axis=2) / number
 
 
 def redundancy(key: Array, position: Array, similar: float) -> Array:
@@ -111,8 +123,7 @@ class Redundancy(Importance):
         object.__setattr__(self, "kernel", count_argument("kernel", self.kernel, minimum=1))
         object.__setattr__(self, "lam", number_argument("lam", self.lam, minimum=0.0, maximum=1.0))
         object.__setattr__(self, "similar", number_argument("similar", self.similar, minimum=-1.0, maximum=1.0))
-        if self.kernel % 2 == 0:
-            raise PolicyError(f"kernel={self.kernel} is even; give an odd number of neighbours.")
+        check_odd(self.kernel)
 
     @property
     def memory(self) -> tuple[RowMemory, ...]:
@@ -122,16 +133,9 @@ class Redundancy(Importance):
         logits, older, there = recent_logits(view, self.window)
         # [B, K, w, S]
         attention = softmax_over(jnp.max(logits, axis=2), jnp.broadcast_to(older[:, :, None], logits[:, :, 0].shape))
-        number = jnp.maximum(jnp.sum(there, axis=2), 1).astype(jnp.float32)[..., None]
         # [B, K, S]
-        mean = jnp.sum(jnp.where(there[..., None], attention, 0.0), axis=2) / number
-        order = in_slot_order(view.position)
-        in_order = by_slot_order(jnp.where(older, mean, -jnp.inf), order)
-        reach = self.kernel // 2
-        pooled = jax.lax.reduce_window(
-            in_order, -jnp.inf, jax.lax.max, (1, 1, self.kernel), (1, 1, 1), ((0, 0), (0, 0), (reach, reach))
-        )
-        pooled = jnp.take_along_axis(pooled, slot_ranks(view.position, order), axis=2)
+        mean = jnp.where(older, mean_over_queries(attention, there), -jnp.inf)
+        pooled = over_neighbours(mean, view.position, self.kernel, jax.lax.max, -jnp.inf)
         alike = redundancy(view.rotated(), view.position, self.similar)
         # The newest are protected by the scope.
         return self.lam * jnp.where(older, pooled, 0.0) - (1 - self.lam) * alike

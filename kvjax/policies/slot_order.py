@@ -1,6 +1,7 @@
 """Slots in the order of their positions, for scores that look at neighbours in the text."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,25 @@ def slot_ranks(position: Array, order: Array | None = None) -> Array:
 def by_slot_order(x: Array, order: Array) -> Array:
     """Returns arrays [B, K, S, ...] in the order of `in_slot_order`."""
     return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 3)), axis=2)
+
+
+def over_neighbours(
+    x: Array, position: Array, kernel: int, function: Callable[[Array, Array], Array], initial: float
+) -> Array:
+    """Reduces each slot's neighbours in the order of positions, [B, K, S].
+
+    Args:
+      x: [B, K, S] float32.
+      position: [B, K, S] int32.
+      kernel: the number of neighbours, odd, the slot among them.
+      function: of two numbers, such as `jax.lax.max`.
+      initial: in the place of neighbours that there are not.
+    """
+    order, reach = in_slot_order(position), kernel // 2
+    reduced = jax.lax.reduce_window(
+        by_slot_order(x, order), initial, function, (1, 1, kernel), (1, 1, 1), ((0, 0), (0, 0), (reach, reach))
+    )
+    return jnp.take_along_axis(reduced, slot_ranks(position, order), axis=2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from kvjax.policies.base import Evict, Policy, factory
 from kvjax.policies.combinators import ranks_each_head
 from kvjax.policies.components import Scope, Stats, View
 from kvjax.policies.row_memory import RowMemory
+from kvjax.policies.slot_order import slot_ranks
 from kvjax.policies.union import protect_any
 
 Array = jax.Array
@@ -35,13 +36,16 @@ class LargestValues(Scope):
       number: the number of slots; None = a quarter of each row's budget, ⌊b/4⌋.
       measure: ``range``, the largest feature less the smallest; ``absmax``, ``var`` or ``l2``.
       among: leaves open the slots that are compared.
+      sinks: the number of first slots of these that come before all others, whatever their values.
     """
 
     number: int | None = None
     measure: str = "range"
     among: Scope | None = None
+    sinks: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sinks", count_argument("sinks", self.sinks))
         if self.number is not None:
             object.__setattr__(self, "number", count_argument("large", self.number))
         choice_argument("measure", self.measure, tuple(MEASURES))
@@ -67,6 +71,8 @@ class LargestValues(Scope):
         if self.among is not None:
             position = jnp.where(self.among.protected(stats, view), -1, position)
         size = MEASURES[self.measure](view.value.astype(jnp.float32))
+        if self.sinks:
+            size = jnp.where(slot_ranks(position) < self.sinks, jnp.inf, size)
         number = view.budget // 4 if self.number is None else jnp.full_like(view.budget, self.number)
         return largest(size, position, number[:, None, None])
 

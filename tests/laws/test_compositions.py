@@ -27,7 +27,7 @@ OWN_ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 COMPRESSORS = ("snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur")
 EVICTION = [name for name in POLICIES if name not in COMPRESSORS and name != "full"]
-ORDERS = ("strided", "fixed", "lru", "lagkv")  # their importances only order the slots
+ORDERS = ("strided", "fixed", "lru", "lagkv", "vase")  # their importances only order the slots
 
 
 def build(name: str, budget: Any = 0.5, **more: Any) -> Policy:

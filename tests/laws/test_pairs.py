@@ -159,7 +159,9 @@ KINDS = {
     ),
     "fetches": ("lru", "counter", "from_layer"),
     "prompts": ("snapkv", "pyramidkv", "adakv", "after_prefill", "value_aware"),
-    "keys": ("knorm", "keydiff", "expected_attention", "rkv", "morphkv", "lagkv", "leverage", "cur"),
+    "keys": (
+        "knorm", "keydiff", "expected_attention", "rkv", "morphkv", "vase", "vase_dkv", "lagkv", "leverage", "cur",
+    ),
     "pages": ("by_page", "by_page(counter)"),
 }  # fmt: skip
 KIND = {name: kind for kind, names in KINDS.items() for name in names}

@@ -15,6 +15,7 @@ from kvjax.policies.components import KeyFrame
 from kvjax.policies.pools import protecting
 from kvjax.policies.query_window import redundancy
 from kvjax.policies.row_memory import Queries
+from kvjax.policies.vase import pooled_attention
 from tests import layers
 from tests.reference import scores as reference
 from tests.tiny import tiny
@@ -28,7 +29,7 @@ CASES = {
     "lagkv": (34, 35),
     "leverage": (41,),
     "cur": (45,),
-    "vase": (47, 49),
+    "vase": range(46, 50),
 }
 
 
@@ -76,6 +77,18 @@ def expected_attention(arguments, given, view):
     return np.asarray(importance.score({}, view))[0, 0]
 
 
+def newest_left_out(name, arguments):
+    """The number of newest slots that are not in the result of a case."""
+    return arguments.get({"rkv_attention": "window", "vase": "protected"}.get(name), 0)
+
+
+def last_queries(query):
+    """A view's memory of queries [G, w, D]."""
+    window = query.shape[1]
+    memory = {"query": jnp.asarray(query)[None, None], "position": jnp.arange(window)[None, None]}
+    return {policies.RecentQueries(window).name: memory}
+
+
 def found(name, arguments, given):
     """The library's score [S] of a worked case."""
     size = len(given.get("value", given.get("key_unrotated", given.get("key"))))
@@ -87,10 +100,8 @@ def found(name, arguments, given):
         case "redundancy":
             return np.asarray(redundancy(view.key, view.position, arguments["similar"]))[0, 0]
         case "rkv_attention":
-            window = arguments["window"]
-            memory = {"query": jnp.asarray(given["query"])[None, None], "position": jnp.arange(window)[None, None]}
-            view = view._replace(memory={policies.RecentQueries(window).name: memory}, scale=8**-0.5)
-            importance = policies.Redundancy(window, arguments["kernel"], 1.0, 0.5)
+            view = view._replace(memory=last_queries(given["query"]), scale=8**-0.5)
+            importance = policies.Redundancy(arguments["window"], arguments["kernel"], 1.0, 0.5)
         case "caote":
             importance = policies.OutputChange(Scored(given["score"]), arguments["fast"])
         case "lagkv":
@@ -99,12 +110,18 @@ def found(name, arguments, given):
             importance = policies.Leverage(arguments["ridge"])
         case "cur":
             importance = policies.KeyValueShare(arguments["block"])
+        case "vase":
+            window = arguments["protected"]
+            view = view._replace(memory=last_queries(given["query"]), scale=8**-0.5)
+            if arguments["what"] == "a":
+                return np.asarray(pooled_attention(view, window, arguments["kernel"]))[0, 0]
+            newest = policies.protect_newest(window)
+            scope = policies.LargestValues(arguments["large"], arguments["measure"], newest, arguments["sinks"])
+            return np.asarray(scope.protected({}, view))[0, 0].astype(float)
     return np.asarray(importance.score({}, view))[0, 0]
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name, cases in CASES.items() if name != "vase" for case in cases]
-)
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in CASES.items() for case in cases])
 def test_worked_scores(worked, name, case):
     about = json.loads(bytes(worked["cases"]))[case]
     assert about["name"] == name
@@ -113,9 +130,8 @@ def test_worked_scores(worked, name, case):
     if name == "expected_attention":
         # The first slots are left out there.
         expected = np.concatenate([np.full(about["arguments"]["sinks"], np.inf), expected])
-    if name == "rkv_attention":
-        # The newest slots are left out there.
-        expected = np.concatenate([expected, np.full(about["arguments"]["window"], np.inf)])
+    # The newest slots are left out of some.
+    expected = np.concatenate([expected, np.full(newest_left_out(name, about["arguments"]), np.inf)])
     # Protected slots are +inf there; here the scope protects them.
     open_slots = np.isfinite(expected)
     got, expected = found(name, about["arguments"], given)[open_slots], expected[open_slots]
@@ -126,18 +142,69 @@ def test_worked_scores(worked, name, case):
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5 if name == "leverage" else 2e-6)
 
 
-@pytest.mark.parametrize("case", CASES["vase"])
-def test_worked_large_values(worked, case):
-    about = json.loads(bytes(worked["cases"]))[case]
-    assert (about["name"], about["arguments"]["what"]) == ("vase", "large")
-    value, expected = worked[f"{case}_in_value"], worked[f"{case}_out"]
-    own = about["arguments"]
-    # The first slots and the newest are not compared; here a scope says so.
-    among = policies.protect_first(own["sinks"]) | policies.protect_newest(own["protected"])
-    scope = policies.LargestValues(own["large"] - own["sinks"], own["measure"], among)
-    view = view_of(np.arange(len(value)), None, value)
-    marked = np.asarray((scope | policies.protect_first(own["sinks"])).protected({}, view))[0, 0]
-    np.testing.assert_array_equal(marked[: len(expected)], expected.astype(bool))
+def exact_draws(weights, number):
+    """The law of the first `number` of a draw without replacement: tuples of indices -> probability."""
+    law = {(): 1.0}
+    for _ in range(number):
+        law = {
+            (*path, each): chance * weights[each] / (sum(weights) - sum(weights[i] for i in path))
+            for path, chance in law.items()
+            for each in range(len(weights))
+            if each not in path
+        }
+    return law
+
+
+def test_slots_are_drawn_without_replacement_in_proportion_to_attention():
+    """The two best of four slots, in rows that have seen different numbers of tokens."""
+    rows, window, dim = 20_000, 2, 4
+    rng = np.random.default_rng(0)
+    key, query = rng.normal(size=(6, dim)), rng.normal(size=(2, window, dim))
+    importance = policies.SampledAttention(window, 1, seed=3)
+    start = jnp.arange(rows, dtype=jnp.int32)
+    view = view_of(np.arange(6), key, key)._replace(
+        position=start[:, None, None] + jnp.arange(6, dtype=jnp.int32), newest=start + 5, scale=1.0,
+        key=jnp.broadcast_to(jnp.asarray(key, jnp.float32), (rows, 1, 6, dim)),
+        memory={
+            name: {part: jnp.broadcast_to(x, (rows, *x.shape[1:])) for part, x in held.items()}
+            for name, held in last_queries(np.float32(query)).items()
+        },
+    )  # fmt: skip
+    best = np.argsort(-np.asarray(importance.score({}, view))[:, 0, :4], axis=1)[:, :2]
+    weights = np.asarray(pooled_attention(view, window, 1))[0, 0, :4].astype(float)
+    for path, chance in exact_draws(weights, 2).items():
+        share = np.mean((best == path).all(axis=1))
+        assert abs(share - chance) < 4 * np.sqrt(chance * (1 - chance) / rows), (path, share, chance)
+
+
+def test_a_draw_depends_on_neither_the_place_of_a_row_nor_the_other_heads():
+    """But on the seed, the layer, the head, the position and the number of tokens."""
+    rows, window, size = 3, 2, 9
+    older = size - window
+
+    def noise(heads, *, seed=3, layer=0, more=0, rows=rows, slots=0):
+        """[B, K, S] by position: queries of zeros pay all slots alike."""
+        shape = (rows, len(heads), size)
+        position = np.random.default_rng(slots).permuted(np.broadcast_to(np.arange(size), shape), axis=2)
+        key, row = jnp.ones((*shape, 4)), jnp.full(rows, size - 1 + more, jnp.int32)
+        memory = {
+            "query": jnp.zeros((*shape[:2], 1, window, 4)),
+            "position": jnp.zeros((*shape[:2], window), jnp.int32),
+        }
+        view = policies.View(
+            jnp.asarray(position, jnp.int32), key, key, row, row, row, layer, True, heads, KeyFrame(),
+            {policies.RecentQueries(window).name: memory},
+        )  # fmt: skip
+        score = np.asarray(policies.SampledAttention(window, 1, seed).score({}, view))
+        return np.take_along_axis(score, np.argsort(position, axis=2), axis=2)[:, :, :older]
+
+    whole = noise((0, 1, 2, 3))
+    np.testing.assert_array_equal(whole, np.broadcast_to(whole[:1], whole.shape))
+    np.testing.assert_array_equal(noise((1, 3), rows=1, slots=1), whole[:1, [1, 3]])
+    flat = whole[0].ravel()
+    assert len(np.unique(flat)) == len(flat)
+    for other in (noise((0, 1, 2, 3), seed=4), noise((0, 1, 2, 3), layer=1), noise((0, 1, 2, 3), more=window)):
+        assert not np.isclose(other[0] - other[0, 0, 0], whole[0] - whole[0, 0, 0]).all(axis=1).any()
 
 
 @pytest.mark.parametrize("live", [3, 11, 37, 40])

@@ -39,6 +39,8 @@ class View(NamedTuple):
     rotated: Array | None = None  # [S, D] keys at their positions
     queries: tuple[Query, ...] = ()  # all that the row has had, in order
     theta: float | None = None  # of RoPE
+    layer: int = 0
+    head: int = 0  # of the model
 
 
 class Observed(NamedTuple):

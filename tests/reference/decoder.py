@@ -148,6 +148,7 @@ def _forward(
             budget=budgets[index],
             prompt_length=prompt_length,
             theta=config.rope_theta,
+            layer=index,
         )
         x = x + _linear(output.reshape(count, -1), attention["out"])
         h = _rms_norm(x, layer["mlp_norm"], config.norm_eps)

@@ -11,6 +11,7 @@ import numpy as np
 
 from tests.reference.base import MASS, Policy, Ranking, Statistic, View, lowest
 from tests.reference.compressors import adakv, keydiff, knorm, pyramidkv, snapkv
+from tests.reference.draws import vase, vase_dkv
 from tests.reference.eviction import (
     counter,
     fifo,
@@ -104,6 +105,8 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "counter": counter,
     "rkv": rkv,
     "morphkv": morphkv,
+    "vase": vase,
+    "vase_dkv": vase_dkv,
     "expected_attention": expected_attention,
     "lagkv": lagkv,
     "leverage": leverage,

@@ -10,7 +10,7 @@ import numpy as np
 from tests.reference.base import Array, Policy, Ranking, View, newest
 
 
-def _softmax(x: Array) -> Array:
+def softmax(x: Array) -> Array:
     weights = np.exp(x - x.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 
@@ -18,7 +18,7 @@ def _softmax(x: Array) -> Array:
 def attention_of_last(queries: Array, key: Array, kernel: int) -> Array:
     """[S] of R-KV: queries [w, G, D] and keys [S, D] of the slots that are older than these."""
     logits = np.einsum("wgd,sd->wgs", queries, key) / math.sqrt(key.shape[1])
-    mean = _softmax(logits.max(axis=1)).mean(axis=0)
+    mean = softmax(logits.max(axis=1)).mean(axis=0)
     reach = kernel // 2
     return np.array([mean[max(j - reach, 0) : j + reach + 1].max() for j in range(len(mean))])
 
@@ -32,7 +32,7 @@ def redundancy_of(key: Array, similar: float) -> Array:
         alike = np.flatnonzero(row > similar)
         if len(alike):
             row[alike[-1]] = 0.0
-    return _softmax(cosine.mean(axis=0))
+    return softmax(cosine.mean(axis=0))
 
 
 def rkv(
@@ -54,7 +54,7 @@ def morphkv(budget: Any, window: int = 32, fuse: str = "sum", every: int = 1, **
         recent = newest(view, window)
         queries = np.array([each.rotated for each in view.queries[-window:]])
         key = view.rotated[~recent]
-        paid = _softmax(np.einsum("wgd,sd->wgs", queries, key) / math.sqrt(key.shape[1])).mean(axis=1)
+        paid = softmax(np.einsum("wgd,sd->wgs", queries, key) / math.sqrt(key.shape[1])).mean(axis=1)
         priority = np.full(len(recent), np.inf)
         priority[~recent] = paid.sum(axis=0) if fuse == "sum" else paid.max(axis=0)
         return Ranking(priority)

@@ -65,6 +65,7 @@ def step(
     budget: int | None,
     prompt_length: int,
     theta: float,
+    layer: int = 0,
 ) -> Array:
     """Steps n tokens through one layer's cache, in place.
 
@@ -73,6 +74,7 @@ def step(
         query: [n, H, D]; key, value: [n, K, D]; all before RoPE.
         position: [n] true positions.
         budget: slots that may remain per head; None evicts nothing in this step.
+        layer: its index.
 
     Returns:
         The attention output, [n, H, D].
@@ -95,7 +97,7 @@ def step(
         if policy.hides == "masked":
             allow(head, policy, budget)
     if budget is not None:
-        evict(heads, policy, budget, prompt_length, theta)
+        evict(heads, policy, budget, prompt_length, theta, layer)
     return np.concatenate(outputs, axis=1)
 
 
@@ -202,20 +204,27 @@ def observe(head: Head, block: Observed, policy: Policy) -> None:
             head.above_gap = min([head.above_gap, *distance.tolist()])
 
 
-def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int, theta: float | None = None) -> None:
+def evict(
+    heads: list[Head], policy: Policy, budget: int, prompt_length: int, theta: float | None = None, layer: int = 0,
+    first: int = 0,
+) -> None:  # fmt: skip
     """Removes the lowest priorities until `budget` slots are live in every head.
 
     All heads are ranked before any is changed: a policy may look at the whole layer.
     `theta`: the base of RoPE's frequencies; None: keys are not rotated.
+    `layer`: its index; `first`: the index of the first of these heads.
     """
     if policy.by_head is not None:
-        for head, (own, slots) in zip(heads, budget, strict=True):
-            evict([head], own, slots, prompt_length, theta)
+        for index, (head, (own, slots)) in enumerate(zip(heads, budget, strict=True)):
+            evict([head], own, slots, prompt_length, theta, layer, index)
         return
     if policy.rank is None:
         return
     layer_stats = [dict(head.stats) for head in heads]
-    views = [_view(head, layer_stats, budget, prompt_length, policy, theta) for head in heads]
+    views = [
+        _view(head, layer_stats, budget, prompt_length, policy, theta)._replace(layer=layer, head=first + index)
+        for index, head in enumerate(heads)
+    ]
     if policy.shares is not None and prompt_length > budget:
         choices = policy.shares(views)
     else:

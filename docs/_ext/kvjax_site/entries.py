@@ -21,6 +21,8 @@ EXAMPLES: Mapping[str, str] = {
     "lagkv": "lagkv(64, lag=16)",
     "rkv": "rkv(64, every=8)",
     "morphkv": "morphkv(64, window=16)",
+    "vase": "vase(64, every=16)",
+    "vase_dkv": "vase_dkv(64, every=16)",
     "caote": "caote(h2o(64))",
     "value_aware": "value_aware(h2o(64))",
     "phases": "phases(full(), h2o(16, every=8))",

@@ -1,0 +1,184 @@
+"""Eviction by a draw among the slots that recent queries attend to (VaSE, arXiv:2606.03928)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.arguments import count_argument
+from kvjax.policies.base import Evict, evict, factory
+from kvjax.policies.budget import BudgetLike
+from kvjax.policies.components import Importance, Stats, View
+from kvjax.policies.draws import LARGEST_SEED, slot_keys
+from kvjax.policies.h2o import Newest
+from kvjax.policies.query_window import check_odd, mean_over_queries, recent_logits, softmax_over
+from kvjax.policies.row_memory import RecentQueries, RowMemory
+from kvjax.policies.slot_order import over_neighbours
+from kvjax.policies.union import protect_any
+from kvjax.policies.value_aware import LargestValues
+from kvjax.policies.window import First
+
+Array = jax.Array
+
+
+def pooled_attention(view: View, window: int, kernel: int) -> Array:
+    """Returns the attention of the newest queries to the slots before them, [B, K, S] float32; 0 for other slots.
+
+    The mean over the queries, the query heads that share a KV head, and `kernel` neighbours in the order of positions,
+    of which those that there are not count as 0.
+
+    Args:
+      view: with a memory of `RecentQueries(window)`.
+      window: the number of newest queries; as many newest positions are left out.
+      kernel: the number of neighbours, odd.
+    """
+    logits, older, there = recent_logits(view, window)
+    # [B, K, w, S]
+    paid = jnp.mean(softmax_over(logits, jnp.broadcast_to(older[:, :, None, None], logits.shape)), axis=2)
+    mean = mean_over_queries(paid, there)
+    return over_neighbours(mean, view.position, kernel, jax.lax.add, 0.0) / kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledAttention(Importance):
+    """Ranks a slot by log a + g, a its attention and g a Gumbel variable (VaSE, arXiv:2606.03928, section 3).
+
+    The slots of the highest scores are then a draw without replacement in proportion to a; see `pooled_attention`. Each
+    round draws again, from keys into which layer, head, position and the number of tokens so far are folded.
+
+    Attributes:
+      window: the number of newest queries.
+      kernel: the number of neighbours whose attention is averaged, odd.
+      seed: of the draw, 0 to 2³² - 1.
+    """
+
+    window: int
+    kernel: int = 5
+    seed: int = 0
+    needs = frozenset()
+    reads = frozenset({"key"})
+    amount = False
+    signed = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "window", count_argument("window", self.window, minimum=1))
+        object.__setattr__(self, "kernel", count_argument("kernel", self.kernel, minimum=1))
+        object.__setattr__(self, "seed", count_argument("seed", self.seed, maximum=LARGEST_SEED))
+        check_odd(self.kernel)
+
+    @property
+    def memory(self) -> tuple[RowMemory, ...]:
+        return (RecentQueries(self.window),)
+
+    def score(self, stats: Stats, view: View) -> Array:
+        def draw(key: Array, seen: Array) -> Array:
+            return jax.random.gumbel(jax.random.fold_in(key, seen), dtype=jnp.float32)
+
+        # [B]: tokens so far
+        seen = view.newest + 1
+        noise = jax.vmap(jax.vmap(jax.vmap(draw, (0, None)), (0, None)))(slot_keys(self.seed, view), seen)
+        return jnp.log(pooled_attention(view, self.window, self.kernel)) + noise
+
+
+@dataclasses.dataclass(frozen=True)
+class ProjectedShare(Importance):
+    """Ranks a slot by the squared norms of its key and value, each in a few random directions (VaSE's DKV variant).
+
+    Keys and values are multiplied by one Gaussian matrix [D, rank] / √rank, which is drawn anew in each round: from a
+    key into which layer and the number of tokens so far are folded. Their shares of the sums over the live slots are
+    multiplied.
+
+    Attributes:
+      rank: the number of directions.
+      seed: of the draw, 0 to 2³² - 1.
+    """
+
+    rank: int = 20
+    seed: int = 0
+    needs = frozenset()
+    reads = frozenset({"key", "value"})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", count_argument("rank", self.rank, minimum=1))
+        object.__setattr__(self, "seed", count_argument("seed", self.seed, maximum=LARGEST_SEED))
+
+    def score(self, stats: Stats, view: View) -> Array:
+        key, dim = jax.random.fold_in(jax.random.key(self.seed), view.layer), view.value.shape[3]
+
+        def draw(seen: Array) -> Array:
+            return jax.random.normal(jax.random.fold_in(key, seen), (dim, self.rank), jnp.float32) / self.rank**0.5
+
+        # [B, D, rank]
+        directions = jax.vmap(draw)(view.newest + 1)
+
+        def share(x: Array) -> Array:
+            exact = jax.lax.Precision.HIGHEST
+            # [B, K, S, rank]
+            projected = jnp.einsum("bksd,bdr->bksr", x.astype(jnp.float32), directions, precision=exact)
+            squares = jnp.where(view.live, jnp.sum(jnp.square(projected), axis=3), 0.0)
+            total = jnp.sum(squares, axis=2, keepdims=True)
+            return squares / jnp.where(total > 0, total, 1.0)
+
+        return share(view.rotated()) * share(view.value)
+
+
+@factory
+def vase(
+    budget: BudgetLike,
+    *,
+    every: int = 64,
+    large: int | None = None,
+    sinks: int = 4,
+    kernel: int = 5,
+    seed: int = 0,
+    positions: str = "original",
+) -> Evict:
+    """Keeps slots drawn in proportion to the attention of the newest queries (VaSE, arXiv:2606.03928, AttnV).
+
+    Protected are the `every` newest positions, and of the others the `large` slots of the largest values, by their
+    range over features, of which the first `sinks` slots are part. What else the budget has room for is drawn without
+    replacement, in proportion to the attention that the `every` newest queries pay; see `SampledAttention`.
+
+    Args:
+      budget: see `evict`; at least ``every + large``.
+      every: the number of slots that are evicted at once, see `evict`, and of newest queries and positions.
+      large: the number of slots that are protected for their values; None = a quarter of the budget, ⌊b/4⌋.
+      sinks: the number of first slots that count as the largest values.
+      kernel: the number of neighbours, odd, whose attention is averaged.
+      seed: of the draw, 0 to 2³² - 1. A draw depends on it, the layer, the head, the position and the number of tokens
+        so far, and not on the row's place in the batch.
+      positions: see `evict`.
+
+    After its first round, the authors' code averages over slots in the order in which they were drawn, not in that of
+    the text.
+    """
+    newest = Newest(count_argument("every", every, minimum=1))
+    return evict(
+        importance=SampledAttention(every, kernel, seed),
+        scope=protect_any(newest, LargestValues(large, "range", newest, sinks)), budget=budget, positions=positions,
+        every=every, name="vase",
+    )  # fmt: skip
+
+
+@factory
+def vase_dkv(
+    budget: BudgetLike, *, every: int = 64, rank: int = 20, sinks: int = 4, seed: int = 0, positions: str = "original"
+) -> Evict:
+    """Keeps slots whose keys and values are large in random directions (VaSE, arXiv:2606.03928, DKV).
+
+    Importance is the product of the squared norms of key and value after a random projection, see `ProjectedShare`; the
+    first `sinks` and the `every` newest positions are protected.
+
+    Args:
+      budget: see `evict`; at least ``every + sinks``.
+      every: the number of slots that are evicted at once, see `evict`, and of newest positions that are protected.
+      rank: the number of directions.
+      sinks: the number of first positions that are protected.
+      seed: of the directions, 0 to 2³² - 1; see `vase`.
+      positions: see `evict`.
+    """
+    newest = Newest(count_argument("every", every, minimum=1))
+    return evict(
+        importance=ProjectedShare(rank, seed), scope=protect_any(First(sinks), newest), budget=budget,
+        positions=positions, every=every, name="vase_dkv",
+    )  # fmt: skip
