@@ -2,15 +2,16 @@
 
 `sparsity`, `accumulated_attention`, `keys_for_mass` and `attention_std` measure the full cache; `attention_cosine`,
 `jaccard`, `miss_rate` and `retained` compare a policy with it, or a `CacheSpec` of policy, storage and selection;
-`retrieval_scores` and `retrieval_heads` measure heads. `selected` compares what a selection reads with the best choice
-of the same size, `skew_effect` does so with and without a skew, and `input_cosine` compares the inputs of consecutive
-layers. `plots` draws each of them, and `submodular` compares greedy selection with the optimum. `show` makes a page of
-a text with the tokens that caches hold of it.
+`retrieval_scores` and `retrieval_heads` measure heads, and `budgets` divides slots among the layers. `selected`
+compares what a selection reads with the best choice of the same size, `skew_effect` does so with and without a skew,
+and `input_cosine` compares the inputs of consecutive layers. `plots` draws each of them, and `submodular` compares
+greedy selection with the optimum. `show` makes a page of a text with the tokens that caches hold of it.
 
 In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest row. Results are NumPy arrays.
 """
 
 from kvjax.analysis import plots, submodular
+from kvjax.analysis.budgets import budgets, density_weights, divided, entropy_weights
 from kvjax.analysis.compare import MissRate, Retained, attention_cosine, jaccard, miss_rate, retained
 from kvjax.analysis.full_cache import (
     AccumulatedAttention,
@@ -38,6 +39,10 @@ __all__ = [
     "accumulated_attention",
     "attention_cosine",
     "attention_std",
+    "budgets",
+    "density_weights",
+    "divided",
+    "entropy_weights",
     "input_cosine",
     "jaccard",
     "keys_for_mass",

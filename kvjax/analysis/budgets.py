@@ -1,0 +1,174 @@
+"""Budgets of layers from a model's attention on a text (D2O, arXiv:2406.13035; ZigZagKV, arXiv:2412.09036)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax.analysis.full_cache import _add_mass, keys_for_mass
+from kvjax.analysis.scan import over_tiles
+from kvjax.arguments import MIN_SLOTS, choice_argument, count_argument
+from kvjax.errors import InputError
+from kvjax.models.model import Model
+
+TIE = 1e-9  # parts of a slot that are less are rounding
+
+
+def budgets(
+    model: Model,
+    tokens: ArrayLike,
+    budget: int,
+    *,
+    rule: str = "density",
+    lengths: ArrayLike | None = None,
+    share: float = 0.9,
+) -> tuple[int, ...]:
+    """Divides a number of slots among the layers by their attention on a text, which runs once under full attention.
+
+    The result is the budget of a policy: ``h2o(budget=kvjax.analysis.budgets(model, tokens, 256))``. Its mean is
+    `budget`, and no layer gets fewer than 32 slots. Layers get whole slots by largest remainder; of equal remainders,
+    that of the lower layer comes first.
+
+    Args:
+      model: from `kvjax.load`.
+      tokens: [B, T] or [T] int, rows padded at the end. Use texts as long as those that the budgets are for.
+      budget: the slots per KV head of the average layer.
+      rule: ``density`` gives fewer slots to layers whose accumulated attention varies more between tokens
+        (`density_weights`, D2O); ``entropy`` gives more slots to layers whose queries spread their attention over more
+        tokens (`entropy_weights`, ZigZagKV).
+      lengths: [B] real tokens of each row; None = all T.
+      share: of ``entropy``, the fraction of a query's attention.
+
+    Returns:
+      L numbers of slots.
+
+    Raises:
+      InputError: tokens or lengths that do not fit the model, an unknown rule, a budget below 32 slots, or a share
+        outside (0, 1].
+    """
+    budget = count_argument("budget", budget, minimum=MIN_SLOTS, error=InputError)
+    found = RULES[choice_argument("rule", rule, tuple(RULES), error=InputError)](model, tokens, lengths, share, budget)
+    return divided(found.weights, budget, least=found.least)
+
+
+class Divided(NamedTuple):
+    """How a rule divides slots.
+
+    Attributes:
+      weights: [L] float64, in proportion to which layers get slots.
+      least: the number of slots that every layer gets.
+    """
+
+    weights: np.ndarray
+    least: int
+
+
+def density_weights(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None) -> np.ndarray:
+    """Computes exp(-w / mean w) of each layer; w is how much accumulated attention varies between tokens (D2O).
+
+    w is the variance over the tokens of a row of the attention that each received from all queries, averaged over query
+    heads and rows. Where few tokens receive most of the attention, w is large and few slots hold it (arXiv:2406.13035).
+    That w is divided by its mean over the layers is kvjax's choice.
+
+    Args:
+      model: see `budgets`.
+      tokens: see `budgets`.
+      lengths: see `budgets`.
+
+    Returns:
+      [L] float64 in (0, 1].
+
+    Raises:
+      InputError: tokens or lengths that do not fit the model.
+    """
+    run = over_tiles(model, tokens, lengths, _add_mass, lambda *shape: jnp.zeros(shape, jnp.float32))
+    # [L, B]: the mean over heads of the variance over tokens
+    spread = np.stack(
+        [np.var(run.carried[:, row, :, :length], axis=-1, dtype=np.float64).mean(axis=1)
+         for row, length in enumerate(run.lengths)], axis=1,
+    )  # fmt: skip
+    # [L]
+    density = spread.mean(axis=1)
+    mean = density.mean()
+    return np.exp(-density / mean) if mean > 0 else np.ones_like(density)
+
+
+def entropy_weights(
+    model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None, share: float = 0.9
+) -> np.ndarray:
+    """Computes the number of tokens that hold `share` of a query's attention in each layer (ZigZagKV).
+
+    It is the mean over queries, query heads and rows, the uncertainty of a layer (arXiv:2412.09036). The mean over all
+    queries of a text, and the least of half of the average layer's slots in `budgets`, are kvjax's choice.
+
+    Args:
+      model: see `budgets`.
+      tokens: see `budgets`.
+      lengths: see `budgets`.
+      share: a fraction of each query's attention, in (0, 1].
+
+    Returns:
+      [L] float64, at least 1.
+
+    Raises:
+      InputError: tokens or lengths that do not fit the model, or a share outside (0, 1].
+    """
+    # [L, B, H, T]; 0 past a row's end
+    found = keys_for_mass(model, tokens, lengths=lengths, share=share)
+    # [B]
+    queries = np.count_nonzero(found[0, :, 0], axis=-1)
+    # [L]: rows count alike, whatever their lengths
+    return np.asarray((found.sum(axis=-1, dtype=np.float64) / queries[:, None]).mean(axis=(1, 2)))
+
+
+def divided(weights: ArrayLike, budget: int, *, least: int = MIN_SLOTS) -> tuple[int, ...]:
+    """Divides slots in proportion to weights, with at least `least` each.
+
+    Where a part in proportion is smaller, it is `least`, and the others divide the rest. Parts are rounded by largest
+    remainder, that of the lower layer first if some are equal.
+
+    Args:
+      weights: [L] positive numbers.
+      budget: the mean of the result.
+      least: the smallest number in the result.
+
+    Returns:
+      L whole numbers, whose sum is L · `budget`.
+
+    Raises:
+      InputError: weights that are not L positive numbers, or a budget below `least`.
+    """
+    own = np.asarray(weights, np.float64)
+    if own.ndim != 1 or not own.size or not np.all(np.isfinite(own) & (own > 0)):
+        raise InputError(f"weights must be one positive number for each layer; got {weights!r}.")
+    budget = count_argument("budget", budget, minimum=least, error=InputError)
+    total = budget * own.size
+    # [L] bool, the layers that get `least`
+    low = np.zeros(own.size, bool)
+    while True:
+        rest = np.where(low, 0.0, own)
+        parts = np.where(low, least, rest / max(rest.sum(), np.finfo(np.float64).tiny) * (total - least * low.sum()))
+        below = parts < least - TIE
+        if not below.any():
+            break
+        low |= below
+    whole = np.floor(parts + TIE).astype(np.int64)
+    # Remainders that differ by rounding alone are equal.
+    order = np.argsort(-np.round(parts - whole, 9), kind="stable")
+    whole[order[: total - whole.sum()]] += 1
+    return tuple(int(each) for each in whole)
+
+
+def _density(model: Model, tokens: ArrayLike, lengths: ArrayLike | None, share: float, budget: int) -> Divided:
+    return Divided(density_weights(model, tokens, lengths=lengths), MIN_SLOTS)
+
+
+def _entropy(model: Model, tokens: ArrayLike, lengths: ArrayLike | None, share: float, budget: int) -> Divided:
+    # At least half of the mean.
+    return Divided(entropy_weights(model, tokens, lengths=lengths, share=share), max(MIN_SLOTS, -(-budget // 2)))
+
+
+#: The rules that `budgets` takes.
+RULES: dict[str, Callable[..., Divided]] = {"density": _density, "entropy": _entropy}
