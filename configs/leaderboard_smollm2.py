@@ -26,6 +26,7 @@ def get_config() -> LeaderboardConfig:
             "random",
             "h2o",
             "roco",
+            "lazy(every=16)",
             "tova",
             "scissorhands",
             "h2o_decay",

@@ -24,7 +24,7 @@ from kvjax.parallel import sharding
 from kvjax.typing import IMPLEMENTATIONS, Implementation, JsonObject
 
 Array = jax.Array
-Columns = dict[str, Array]  # statistic name -> [B, K, S] or [B, K, S, words] float32
+Columns = dict[str, Array]  # statistic name -> [B, K, S, ...] float32
 
 __all__ = [
     "IMPLEMENTATIONS", "Attended", "Columns", "Implementation", "Mapped", "Problem", "attend", "attend_and_reduce",
@@ -195,7 +195,7 @@ def column_sums(
       implementation: see `attend`.
 
     Returns:
-      Statistic name -> [B, K, S] or [B, K, S, words] float32.
+      Statistic name -> [B, K, S, ...] float32, see `Statistic.reported`.
     """
     check(problem, shorter_values=True)
     batch, kv_heads, group, n, _ = problem.query.shape

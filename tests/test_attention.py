@@ -12,7 +12,7 @@ from kvjax import attention
 from kvjax.attention import Attended
 from kvjax.errors import ConfigError, PolicyError
 from kvjax.kernels.prefill import xla as prefill_xla
-from kvjax.numerics.statistics import ABOVE, COUNT, EXACT, LAST, MASS, MASS_SQ, Statistic, decayed
+from kvjax.numerics.statistics import ABOVE, COUNT, EXACT, LAST, MASS, MASS_SQ, Statistic, decayed, recurrence
 from tests.kernels import cases
 from tests.kernels.cases import Case
 
@@ -189,6 +189,29 @@ def test_merging_blocks_is_one_block():
             stats = {s: s.merge(old, seen[s.name], queries) for s, old in stats.items()}
         for s, stat in stats.items():
             np.testing.assert_allclose(stat, columns[s.name], rtol=1e-5, atol=2e-6, err_msg=f"{s.name} {cut=}")
+
+
+@pytest.mark.parametrize("group_reduce", ["mean", "max"])
+def test_tiles_of_queries_give_the_hits_and_gaps_of_single_queries(group_reduce, monkeypatch):
+    """In tiles that hit nothing of some slots, and in segments of a prompt that attends to itself."""
+    statistic = recurrence(0.15)
+    options = {"needs": frozenset({statistic}), "group_reduce": group_reduce}
+    query, key, value, query_position, _ = arrays(4, 2, 23, 0, queries=(None, 9, 0))
+    key_position = np.broadcast_to(query_position[:, None], (BATCH, 2, 23))
+    alone = statistic.empty((BATCH, 2, 23))
+    for t in range(23):
+        inputs = query[:, :, t : t + 1], key, value, query_position[:, t : t + 1], key_position
+        columns = _attend(*inputs, **options)[1]
+        alone = statistic.merge(alone, columns[statistic.name], build(*inputs).num_queries)
+    assert len(np.unique(alone[0, ..., 1])) > 4
+    monkeypatch.setattr(prefill_xla, "SEGMENTS", 3)
+    monkeypatch.setattr(prefill_xla, "TILE_BYTES", 4 * BATCH * 4 * 23 * 4)
+    inputs = query, key, value, query_position, key_position
+    for causal in (True, False):
+        columns = _attend(*inputs, tile=4, causal=causal, **options)[1][statistic.name]
+        assert columns.shape == (BATCH, 2, 23, 3)
+        together = statistic.merge(statistic.empty((BATCH, 2, 23)), columns, build(*inputs).num_queries)
+        np.testing.assert_array_equal(together, alone)
 
 
 def test_a_row_without_queries_keeps_its_statistics():
@@ -460,6 +483,7 @@ def test_what_cannot_run_says_so():
         ({"accumulate": "decay", "gamma": 1.5}, "gamma must be a number from 0 to 1; got 1.5"),
         ({"accumulate": "decay", "gamma": float("nan")}, "gamma must be a number from 0 to 1; got nan"),
         ({"transform": "above", "accumulate": "recall"}, "history must be a whole number of at least 1; got 0"),
+        ({"accumulate": "recurrence"}, "recurrence compares m with a threshold greater than 0"),
         ({"accumulate": "recall", "history": 8}, "recall stores bits, which transform='above' gives, not 'identity'"),
         ({"tail": 0}, "tail must be a whole number of at least 1; got 0"),
         ({"tail": 8, "accumulate": "decay"}, "tail=8 needs a transform of attention and accumulate='sum' or 'max'"),

@@ -37,7 +37,10 @@ def evicting(budget: int, learned_positions: bool) -> dict[str, Policy]:
     """Policies by name, h2o first; those that rotate keys by rank need a model that rotates."""
     names = ["h2o", *(name for name in policies.POLICIES if name not in ("h2o", "full"))]
     # What has no default.
-    needed = {"strided": {"stride": 4}, "fixed": {"block": min(64, budget // 2), "columns": min(8, budget // 8)}}
+    needed = {
+        "strided": {"stride": 4}, "fixed": {"block": min(64, budget // 2), "columns": min(8, budget // 8)},
+        "lazy": {"every": 1},
+    }  # fmt: skip
     built = {name: policies.by_name(name, budget=budget, **needed.get(name, {})) for name in names}
     made = {
         name: policy

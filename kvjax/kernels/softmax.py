@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.kernels.decode.coded import product
 from kvjax.kernels.problem import Problem
+from kvjax.numerics import recurrence
 from kvjax.numerics.soft_cap import soft_capped
 
 Array = jax.Array
@@ -113,7 +114,7 @@ def column_sums(problem: Problem, probability: Array, share: Array | None) -> di
       share: [B, K, n] float32, the smallest m that counts as ``above``; None if no statistic needs it.
 
     Returns:
-      Statistic name -> [B, K, S] or [B, K, S, words] float32.
+      Statistic name -> [B, K, S], [B, K, S, words] or, of hits and gaps, [B, K, S, 3] float32.
     """
     # [B, K, n, S]
     m = jnp.mean(probability, axis=2) if problem.group_reduce == "mean" else jnp.max(probability, axis=2)
@@ -125,6 +126,11 @@ def column_sums(problem: Problem, probability: Array, share: Array | None) -> di
 
     sums = {}
     for statistic, weight in zip(problem.statistics, problem.weights, strict=True):
+        if statistic.recurs:
+            # [B, K, n, S]: padding sees no slot, so that its m is 0
+            age = problem.query_position[:, None, :, None] - problem.key_position[:, :, None] + 1
+            sums[statistic.name] = recurrence.columns(m >= statistic.threshold, age)
+            continue
         # [B, K, n, S]
         term = transformed(statistic.transform, m, threshold)
         # [B, K, S] or [B, K, S, words]

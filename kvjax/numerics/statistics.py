@@ -11,7 +11,8 @@ added one at a time stops there. A sum of attention probabilities ignores a term
 is at most 1, it stops at 2²⁴ too. This matters only in rows of more than 16.7 million tokens: from there on ``mass`` /
 ``count`` of a slot that has been held since the beginning stays as it is. `decayed`, `LAST`, `recent_above` and maxima
 of probabilities are bounded and do not have this limit. `LAST_FETCHED` is a position, and later ones are rounded to a
-multiple of 2 (beyond 2²⁵ of 4, and so on); of slots that are then equal, the older one is evicted first.
+multiple of 2 (beyond 2²⁵ of 4, and so on); of slots that are then equal, the older one is evicted first. So are the
+ages and gaps of `recurrence`.
 """
 
 import dataclasses
@@ -23,10 +24,11 @@ import jax.numpy as jnp
 
 from kvjax.arguments import choice_argument, count_argument, number_argument
 from kvjax.errors import PolicyError
+from kvjax.numerics import recurrence as hits
 
 Array = jax.Array
 Transform = Literal["identity", "square", "above", "one", "chosen", "chosen_at"]
-Accumulate = Literal["sum", "max", "replace", "decay", "recall"]
+Accumulate = Literal["sum", "max", "replace", "decay", "recall", "recurrence"]
 
 EXACT = 1 << 24  # float32 holds every whole number up to this one; counts stop here
 
@@ -46,9 +48,12 @@ class Statistic:
         chose the slot for the query and 0 elsewhere, and ``chosen_at`` is the query's position plus 1 there.
       accumulate: how the values of f are combined, query by query. ``sum`` adds them up. ``max`` keeps the largest one.
         ``replace`` keeps that of the last query. ``decay`` is the exponential average E ← γE + (1 − γ)f. ``recall``
-        stores f, which must be 0 or 1, for each of the last `history` queries, one bit per query.
+        stores f, which must be 0 or 1, for each of the last `history` queries, one bit per query. ``recurrence`` stores
+        two numbers: the age of the last query with m ≥ `threshold`, and the widest gap between two such queries; see
+        `kvjax.numerics.recurrence`.
       gamma: the decay rate γ in [0, 1]; read only by ``decay``.
       history: the number of queries that ``recall`` stores; read only by ``recall``.
+      threshold: the smallest m that counts, greater than 0; read only by ``recurrence``.
       saturate: if given, the values of all slots of a head are halved and rounded down when one of them reaches this
         number; only of ``chosen``, whose queries come one at a time, and with ``sum``.
       tail: if given, only the last `tail` queries of each row's prompt count, and no query after the prompt does; only
@@ -65,6 +70,7 @@ class Statistic:
     history: int = 0
     saturate: int | None = None
     tail: int | None = None
+    threshold: float = 0.0
 
     def __post_init__(self) -> None:
         about = f"statistic {self.name!r}"
@@ -80,6 +86,12 @@ class Statistic:
                 count_argument(f"{about}: {field}", getattr(self, field), minimum=1)
         if recalls and self.transform != "above":
             raise PolicyError(f"{about}: recall stores bits, which transform='above' gives, not {self.transform!r}.")
+        number_argument(f"{about}: threshold", self.threshold, minimum=0, maximum=1)
+        if self.recurs and (self.transform != "identity" or not self.threshold):
+            raise PolicyError(
+                f"{about}: recurrence compares m with a threshold greater than 0, with transform='identity'; got "
+                f"threshold={self.threshold!r} and transform={self.transform!r}."
+            )
         if self.of_selection and self.accumulate == "decay":
             raise PolicyError(f"{about}: transform={self.transform!r} takes accumulate='sum', 'max' or 'replace'.")
         if self.saturate is not None and (self.transform, self.accumulate) != ("chosen", "sum"):
@@ -96,6 +108,11 @@ class Statistic:
         return self.accumulate == "max"
 
     @property
+    def recurs(self) -> bool:
+        """Whether columns are hits and gaps of `kvjax.numerics.recurrence`, which depend on the order of queries."""
+        return self.accumulate == "recurrence"
+
+    @property
     def needs_attention(self) -> bool:
         """Whether the statistic depends on attention probabilities, and not only on positions."""
         return self.transform != "one" and not self.of_selection
@@ -107,8 +124,18 @@ class Statistic:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """Trailing shape of the statistic of one slot: ``(words,)`` for ``recall``, otherwise ``()``."""
+        """Trailing shape of the weight of a query: ``(words,)`` for ``recall``, otherwise ``()``."""
         return (-(-self.history // WORD_BITS),) if self.accumulate == "recall" else ()
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Trailing shape of the statistic of one slot: ``words``, or ``(2,)`` for ``recurrence``."""
+        return (hits.NUMBERS,) if self.recurs else self.words
+
+    @property
+    def reported(self) -> tuple[int, ...]:
+        """Trailing shape of a block's columns of one slot: ``words``, or ``(3,)`` for ``recurrence``."""
+        return (hits.COLUMNS,) if self.recurs else self.words
 
     def empty(self, shape: tuple[int, int, int]) -> Array:
         """Returns the initial value of the statistic.
@@ -117,9 +144,9 @@ class Statistic:
           shape: (B, K, S).
 
         Returns:
-          Zeros, [B, K, S] float32 or [B, K, S, words] uint16.
+          Zeros, [B, K, S] float32, [B, K, S, words] uint16 or, for ``recurrence``, [B, K, S, 2] float32.
         """
-        return jnp.zeros((*shape, *self.words), jnp.uint16 if self.words else jnp.float32)
+        return jnp.zeros((*shape, *self.kept), jnp.uint16 if self.words else jnp.float32)
 
     def query_weights(self, age: Array, left: Array) -> Array:
         """Returns the weight w_i of each query.
@@ -136,7 +163,7 @@ class Statistic:
             # [B, n]
             return ((left >= 0) & (left < self.tail)).astype(jnp.float32)
         match self.accumulate:
-            case "sum" | "max":
+            case "sum" | "max" | "recurrence":
                 # [B, n]
                 weight = jnp.ones(age.shape, jnp.float32)
             case "replace":
@@ -174,7 +201,9 @@ class Statistic:
         return jnp.einsum("bkts,bt...->bks...", terms, weight, precision=jax.lax.Precision.HIGHEST)
 
     def join(self, one: Array, other: Array) -> Array:
-        """Combines the columns [...] of two sets of queries of a block, in the same shape."""
+        """Combines the columns [...] of queries of a block with those of later queries of it, in the same shape."""
+        if self.recurs:
+            return hits.join(one, other)
         return jnp.maximum(one, other) if self.largest else one + other
 
     def counted(self, first: Array, last: Array, newest: Array) -> Array:
@@ -205,9 +234,9 @@ class Statistic:
         """Combines the columns of a block with the accumulated statistic.
 
         Args:
-          old: the accumulated statistic, [B, K, S] float32 or [B, K, S, words] uint16.
-          block: [B, K, S] or [B, K, S, words] float32, ``Σ_i w_i f(m[i, j])`` over the queries of the block, or the
-            maximum.
+          old: the accumulated statistic, [B, K, S], [B, K, S, words] or [B, K, S, 2], as from `empty`.
+          block: [B, K, S], [B, K, S, words] or [B, K, S, 3] float32, ``Σ_i w_i f(m[i, j])`` over the queries of the
+            block, the maximum, or hits and gaps.
           queries: [B] int32, the number of real queries of each row in the block. A row without any is unchanged.
 
         Returns:
@@ -231,6 +260,8 @@ class Statistic:
                 return jnp.float32(self.gamma) ** n.astype(jnp.float32) * old + block
             case "recall":
                 return self._shift_history(old, n[..., None]) | block.astype(jnp.uint16)
+            case "recurrence":
+                return hits.after_block(old, block)
 
     def _shift_history(self, old: Array, n: Array) -> Array:
         """Shifts the bits of ``recall`` by n queries and clears those that are older than `history`.
@@ -305,6 +336,19 @@ def recent_above(history: int) -> Statistic:
       history: the number of queries. `popcount` counts the bits that are set.
     """
     return Statistic(f"above[{history}]", transform="above", accumulate="recall", history=history)
+
+
+def recurrence(threshold: float) -> Statistic:
+    """Returns the statistic of when queries paid a slot at least a share (LazyEviction, arXiv:2506.15969, section 3.2).
+
+    Two numbers per slot: the age of the last such query, and the widest gap between two; see
+    `kvjax.numerics.recurrence`.
+
+    Args:
+      threshold: the smallest m that counts, greater than 0.
+    """
+    threshold = float(threshold)
+    return Statistic(f"recurrence({threshold:g})", accumulate="recurrence", threshold=threshold)
 
 
 def prompt_tail(window: int) -> Statistic:

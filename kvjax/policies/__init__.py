@@ -32,6 +32,7 @@ from kvjax.policies.heads import Compensation, Split, compensation, duo_attentio
 from kvjax.policies.keys import KeyDifference, LowNorm, key_difference, keydiff, knorm, low_norm
 from kvjax.policies.lagkv import LagRelative, lagkv
 from kvjax.policies.layers import SplitLayers, longgen, split_layers
+from kvjax.policies.lazy_eviction import Recurrence, lazy
 from kvjax.policies.leverage import KeyValueShare, Leverage, cur, leverage
 from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, anchors, cam, d2o, kvmerger
 from kvjax.policies.padded import Padded, padded
@@ -78,6 +79,7 @@ POLICIES: Registry[Policy] = Registry(
         "tova": tova,
         "mean_attention": mean_attention,
         "roco": roco,
+        "lazy": lazy,
         "snapkv": snapkv,
         "pyramidkv": pyramidkv,
         "knorm": knorm,
@@ -121,20 +123,20 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
-    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First",
-    "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeptPrompt",
-    "KeyDifference", "KeyValueShare", "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage",
-    "LowNorm", "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded",
-    "PerLayer", "Phases", "Policy", "ProjectedShare", "PromptEnd", "Pyramid", "QueryMoments", "Recency",
-    "RecentAttention", "RecentQueries", "Redundancy", "Ring", "RowMemory", "SampledAttention", "Scope", "Shared",
-    "SharedLast", "Slots", "Split", "SplitLayers", "Strided", "TextFraction", "TimesAbove", "TimesValueNorm",
-    "Uniform", "Union", "Varying", "View", "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name",
-    "by_page", "cam", "caote", "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention",
-    "everything", "evict", "expected_attention", "fifo", "fixed", "from_layer", "full", "h2o", "h2o_decay",
-    "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger", "lagkv", "last", "leverage", "local_only",
-    "longgen", "low_norm", "lru", "mass", "mean_attention", "mean_mass", "morphkv", "names",
-    "observation_window_score", "padded", "phases", "protect_any", "protect_first", "protect_newest",
-    "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency", "ring", "rkv",
-    "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers", "streaming_llm", "strided",
-    "times_above", "tova", "value_aware", "value_norm", "vase", "vase_dkv", "window", "with_heavy_hitters",
+    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First", "FirstSlots",
+    "Folded", "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference",
+    "KeyValueShare", "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LowNorm",
+    "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded", "PerLayer",
+    "Phases", "Policy", "ProjectedShare", "PromptEnd", "Pyramid", "QueryMoments", "Recency", "RecentAttention",
+    "RecentQueries", "Recurrence", "Redundancy", "Ring", "RowMemory", "SampledAttention", "Scope", "Shared",
+    "SharedLast", "Slots", "Split", "SplitLayers", "Strided", "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform",
+    "Union", "Varying", "View", "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page",
+    "cam", "caote", "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "everything",
+    "evict", "expected_attention", "fifo", "fixed", "from_layer", "full", "h2o", "h2o_decay", "heavy_only", "keep",
+    "key_difference", "keydiff", "knorm", "kvmerger", "lagkv", "last", "lazy", "leverage", "local_only", "longgen",
+    "low_norm", "lru", "mass", "mean_attention", "mean_mass", "morphkv", "names", "observation_window_score", "padded",
+    "phases", "protect_any", "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv",
+    "random", "razor_attention", "recency", "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv",
+    "split_heads", "split_layers", "streaming_llm", "strided", "times_above", "tova", "value_aware", "value_norm",
+    "vase", "vase_dkv", "window", "with_heavy_hitters",
 ]  # fmt: skip

@@ -31,6 +31,7 @@ def specs() -> dict[str, CacheSpec | Policy]:
         "roco": policies.roco(0.2),
         "tova": policies.tova(0.2),
         "scissorhands over the last 400 queries": policies.scissorhands(0.2, history=400),
+        "lazy": policies.lazy(0.2, every=1),
         "random": policies.random(0.2),
         "snapkv": policies.snapkv(0.2),
         "pyramidkv": policies.pyramidkv(0.2),

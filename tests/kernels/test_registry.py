@@ -16,7 +16,7 @@ from kvjax.errors import ConfigError
 from kvjax.kernels import rank1, registry
 from kvjax.kernels.registry import Choice, Request, choose
 from kvjax.kernels.step import trace as tracing
-from kvjax.numerics.statistics import MASS, prompt_tail, recent_above
+from kvjax.numerics.statistics import MASS, prompt_tail, recent_above, recurrence
 from kvjax.storage import Fp8, Integer, Levels, Rotated, TurboQuant
 from tests.kernels.conftest import needs_libtpu
 from tests.kernels.traces import EVERY_PRIMITIVE, TRACED, policy, trace_of
@@ -37,11 +37,19 @@ def request(name="h2o", **changes) -> Request:
 
 def test_every_registered_policy_has_a_verdict():
     """A step with statistics of what a selection chose is no kernel's, whatever the policy's trace."""
-    assert set(policies.POLICIES) <= {*TRACED, "lru", "counter"}
+    assert set(policies.POLICIES) <= {*TRACED, "lru", "counter", "lazy"}
     for name in ("lru", "counter"):
         assert all(each.of_selection for each in policy(name).needs)
         extras = ("statistics of what a selection chose",)
         assert choose("step", "pallas_tpu", request(name, extras=extras)).op == "decode"
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hits_and_gaps_are_of_xla_alone(backend, tokens):
+    chosen = choose("step", backend, request("lazy", tokens=tokens))
+    assert chosen.implementation == "xla"
+    assert "statistic recurrence(0.1) is of the distances between them" in chosen.reasons[-1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -80,6 +88,7 @@ def test_a_policy_that_cannot_be_traced_is_named(name, backend, reason):
             "it does no more than append, attend, observe and evict, but the step has a merge, storage int8",
         ),
         ("pallas_tpu", {"statistics": (recent_above(20),)}, "statistic above[20] is 2 words per slot, not one float32"),
+        ("pallas_tpu", {"statistics": (recurrence(0.5),)}, "statistic recurrence(0.5) is 2 numbers per slot, not one"),
         (
             "pallas_tpu", {"statistics": (prompt_tail(9),)},
             "statistic tail[9] is of the prompt's end, and the step is of decoding",

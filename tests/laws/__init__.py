@@ -176,7 +176,7 @@ def assert_same(
                 if name == "allowed":
                     continue  # of the selection's index
                 got = _statistic(layer, name)[row, index, order]
-                own = own.sum(axis=1) if own.ndim == 2 else own
+                own = own.sum(axis=1) if own.ndim > got.ndim else own
                 np.testing.assert_allclose(got, own, rtol=1e-4, atol=1e-5, err_msg=f"{about} {name}")
 
 
@@ -186,7 +186,7 @@ def set_bits(words: Any) -> np.ndarray:
 
 
 def _statistic(layer: LayerKV, name: str) -> np.ndarray:
-    """[B, K, S]: the library's statistic of that name, whose parameters are part of its own."""
+    """[B, K, S] or [B, K, S, 2]: the library's statistic of that name, whose parameters are part of its own."""
     of = layer.stats | layer.index if name == "mass" else layer.stats  # a selection may keep its own
     (found,) = (leaf for own, leaf in of.items() if re.split(r"[(\[]", own)[0] == name)
-    return set_bits(found) if found.ndim == 4 else np.asarray(found)
+    return set_bits(found) if found.dtype == np.uint16 else np.asarray(found)

@@ -154,8 +154,8 @@ def turned(keys, position):
 KINDS = {
     "positions": ("window", "streaming_llm", "local_only", "fifo", "strided", "fixed", "random"),
     "attention": (
-        "h2o", "h2o_decay", "scissorhands", "mean_attention", "roco", "tova", "heavy_only", "with_heavy_hitters",
-        "value_norm", "caote", "phases",
+        "h2o", "h2o_decay", "scissorhands", "mean_attention", "roco", "lazy", "tova", "heavy_only",
+        "with_heavy_hitters", "value_norm", "caote", "phases",
     ),
     "fetches": ("lru", "counter", "from_layer"),
     "prompts": ("snapkv", "pyramidkv", "adakv", "after_prefill", "value_aware"),

@@ -108,6 +108,8 @@ class Case:
             more["every"] = self.every
         if self.policy == "morphkv":
             more["window"] = 4
+        if self.policy == "lazy":
+            more["alpha"] = 0.1
         if self.merge is not None:
             more["merge"] = policies.MERGES[self.merge]()
         policy = policies.by_name(self.policy, positions=self.positions, **more)
@@ -131,6 +133,8 @@ _LIST = [
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
     # Rounds, in rows that are due in different steps, and a memory of queries.
     Case("gqa", "morphkv", "data:2,model:4", prefill_block=8, ragged=True, every=3),
+    # A prompt's queries are divided, and the order of their devices counts.
+    Case("mqa", "lazy", "data:2,model:4", ragged=True, every=3, parts=1),
     Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),
     Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0), parts=4, refilled=True),
     Case("gqa", "full", "data:1,model:8", selection=optimal(6), parts=8),

@@ -202,7 +202,7 @@ def test_many_pairs_go_in_tiles(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name in policies.POLICIES if "merge" in policies.accepts(name)])
 def test_every_eviction_policy_takes_one(name):
-    needed = {"strided": {"stride": 3}, "fixed": {"block": 3, "columns": 1}}.get(name, {})
+    needed = {"strided": {"stride": 3}, "fixed": {"block": 3, "columns": 1}, "lazy": {"every": 2}}.get(name, {})
     policy = policies.by_name(name, budget=8, merge=policies.anchors(), **needed)
     assert policy.merge == policies.anchors()
     assert policy != policies.by_name(name, budget=8, **needed)

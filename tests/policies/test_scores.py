@@ -9,6 +9,7 @@ import pytest
 import kvjax
 from kvjax import policies, storage
 from kvjax.errors import PolicyError
+from kvjax.numerics import recurrence, statistics
 from kvjax.numerics.rope import Rope
 from kvjax.planning.roofline import average_slots
 from kvjax.policies.components import KeyFrame
@@ -30,6 +31,8 @@ CASES = {
     "leverage": (41,),
     "cur": (45,),
     "vase": range(46, 50),
+    "lazy_score": (38,),
+    "lazy_statistic": (39,),
 }
 
 
@@ -89,8 +92,37 @@ def last_queries(query):
     return {policies.RecentQueries(window).name: memory}
 
 
+def lazy_score(arguments, given):
+    """The score [S] of a worked case, of slots that are as old as the last query that counted."""
+    importance, now, size = policies.Recurrence(), arguments["now"], len(given["gap"])
+    position = np.minimum(np.arange(size), given["last"] + 1)
+    kept = jnp.stack([jnp.asarray(given["last"] - position + 1), jnp.asarray(given["gap"])], axis=1)
+    view = view_of(position, None, None)._replace(newest=jnp.full(1, now, jnp.int32))
+    kept = kept.astype(jnp.float32)[None, None]
+    return np.asarray(importance.score({importance.statistic.name: kept}, view))[0, 0]
+
+
+def lazy_statistic(arguments, given):
+    """The last hits and widest gaps [2, S] of a worked case, of blocks whose tiles are joined first."""
+    statistic = statistics.recurrence(arguments["alpha"])
+    probability = jnp.asarray(given["probabilities"], jnp.float32)[None, None]
+    size = probability.shape[3]
+    age = jnp.arange(size)[:, None] - jnp.arange(size) + 1
+    kept = statistic.empty((1, 1, size))
+    for start, middle, stop in ((0, 1, 7), (7, 20, 43), (43, 59, size)):
+        tiles = [
+            recurrence.columns(probability[:, :, part] >= statistic.threshold, age[None, None, part])
+            for part in (slice(start, middle), slice(middle, stop))
+        ]
+        kept = statistic.merge(kept, statistic.join(*tiles), jnp.full(1, stop - start))
+    last, gap = np.moveaxis(np.asarray(kept)[0, 0], -1, 0)
+    return np.stack([np.arange(size) - 1 + last, gap])
+
+
 def found(name, arguments, given):
     """The library's score [S] of a worked case."""
+    if name.startswith("lazy"):
+        return (lazy_score if name == "lazy_score" else lazy_statistic)(arguments, given)
     size = len(given.get("value", given.get("key_unrotated", given.get("key"))))
     position = given.get("position", np.arange(size))
     view = view_of(position, given.get("key", given.get("key_unrotated")), given.get("value"), size)
@@ -131,7 +163,8 @@ def test_worked_scores(worked, name, case):
         # The first slots are left out there.
         expected = np.concatenate([np.full(about["arguments"]["sinks"], np.inf), expected])
     # The newest slots are left out of some.
-    expected = np.concatenate([expected, np.full(newest_left_out(name, about["arguments"]), np.inf)])
+    if left_out := newest_left_out(name, about["arguments"]):
+        expected = np.concatenate([expected, np.full(left_out, np.inf)])
     # Protected slots are +inf there; here the scope protects them.
     open_slots = np.isfinite(expected)
     got, expected = found(name, about["arguments"], given)[open_slots], expected[open_slots]

@@ -50,6 +50,7 @@ class Observed(NamedTuple):
     sees: Array  # [n, S] bool
     query_position: Array  # [n]
     prompt_length: int
+    slot_position: Array | None = None  # [S]
     chosen: Array | None = None  # [S] bool, what a selection chose for the only query; None: everything is read
 
 
@@ -63,10 +64,14 @@ class Ranking(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """A statistic starts at zeros of [S, *width]; `update` maps (old, Observed) to new."""
+    """A statistic starts at zeros of [S, *width]; `update` maps (old, Observed) to new.
+
+    `threshold`: what m is compared with; None: the uniform share, of the statistic that is named "above".
+    """
 
     update: Callable[[Array, Observed], Array]
     width: tuple[int, ...] = ()
+    threshold: float | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,20 @@ def _last_above(history: int) -> Callable[[Array, Observed], Array]:
         return np.concatenate([old, is_above(block).T], axis=1)[:, -history:]  # [S, history]
 
     return update
+
+
+def recurrence(alpha: float) -> Statistic:
+    """[S, 2]: positions from before a slot's birth to the last query with m >= alpha, and the widest gap."""
+
+    def update(old: Array, block: Observed) -> Array:
+        last, gap = old.T
+        for m, position in zip(block.m, block.query_position, strict=True):
+            now = position - (block.slot_position - 1)
+            gap = np.where(m >= alpha, np.maximum(gap, now - last), gap)
+            last = np.where(m >= alpha, now, last)
+        return np.stack([last, gap], axis=1)
+
+    return Statistic(update, (2,), alpha)
 
 
 def _prompt_tail_mass(window: int) -> Callable[[Array, Observed], Array]:

@@ -28,6 +28,7 @@ from tests.reference.base import (
     by_position,
     evict,
     newest,
+    recurrence,
 )
 
 
@@ -126,3 +127,34 @@ def fixed(budget: Any, block: int, columns: int, **options: Any) -> Policy:
         return view.position // block == view.position[-1] // block
 
     return _classes(protects, lambda p: p % block < block - columns, budget, **options)
+
+
+def recurring(last: Array, gap: Array, now: float) -> Array:
+    """[S] before it is rounded, of the positions `last` of the last hits and the widest gaps."""
+
+    def sigmoid(x: Array) -> Array:
+        return 1 / (1 + np.exp(-x))
+
+    with np.errstate(divide="ignore", over="ignore"):
+        found = 2 * sigmoid(-1 - (now - last) / gap) + 2 * sigmoid(1 - gap)
+    return np.where(gap > 0, found, 0.0)
+
+
+def lazy(budget: Any, every: int, alpha: float = 1e-4, **options: Any) -> Policy:
+    def score(view: View) -> tuple[Array, Array]:
+        since_birth, gap = view.stats["recurrence"].T
+        scaled = recurring(view.position - 1 + since_birth, gap, view.position[-1]) * 2**16
+        return np.rint(scaled) / 2**16, scaled
+
+    def rank(view: View) -> Ranking:
+        own, scaled = score(view)
+        # As for leverage: how far each is from the place where it would be rounded otherwise. Slots of equal histories
+        # are rounded alike, so that this matters where one of another history is a level away.
+        distance = np.abs(scaled - np.floor(scaled) - 0.5) / np.maximum(scaled, 1.0)
+        level = np.rint(scaled)
+        other = (scaled[:, None] != scaled) & (np.abs(level[:, None] - level) <= 1)
+        distance = np.where(other.any(axis=1), distance, np.inf)
+        return Ranking(np.where(newest(view, every), np.inf, own), distance=distance, unit=1 / max(scaled.min(), 1.0))
+
+    statistics = {"recurrence": recurrence(alpha)}
+    return Policy(budget, rank, statistics, every=every, importance=lambda view: score(view)[0], **options)

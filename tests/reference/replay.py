@@ -267,7 +267,7 @@ def _attend(
         probabilities, sees = attend(head, query, position, policy, theta, shown)
     head.key = key
     reduce = np.mean if policy.group_reduce == "mean" else np.max
-    observe(head, Observed(reduce(probabilities, axis=0), sees, position, n, chosen), policy)
+    observe(head, Observed(reduce(probabilities, axis=0), sees, position, n, head.position, chosen), policy)
     if policy.hides is not None:
         allow(head, policy, budget)
     return np.einsum("gns,sd->ngd", probabilities, head.value)

@@ -92,7 +92,7 @@ def step(
             probabilities, sees = hide(head, own_queries, position, policy, theta, budget)
         outputs.append(np.einsum("gns,sd->ngd", probabilities, head.value))
         reduce = np.mean if policy.group_reduce == "mean" else np.max
-        block = Observed(reduce(probabilities, axis=0), sees, position, prompt_length)
+        block = Observed(reduce(probabilities, axis=0), sees, position, prompt_length, head.position)
         observe(head, block, policy)
         if policy.hides == "masked":
             allow(head, policy, budget)
@@ -197,6 +197,9 @@ def observe(head: Head, block: Observed, policy: Policy) -> None:
     """Updates the statistics of every live slot with this block's columns."""
     for name, statistic in policy.statistics.items():
         head.stats[name] = statistic.update(head.stats[name], block)
+        if statistic.threshold is not None:
+            distance = np.abs(block.m - statistic.threshold)[block.sees]
+            head.above_gap = min([head.above_gap, *distance.tolist()])
         if name == "above":
             seen = block.sees.sum(axis=1, keepdims=True)  # [n, 1]
             contested = block.sees & (seen > 1)  # a query alone has m = 1 exactly
@@ -307,7 +310,8 @@ def _rounding_gap(ranking: Ranking, keep: Array) -> float:
     """The smallest distance of a priority from where it would be rounded otherwise and another slot be evicted."""
     if ranking.distance is None:
         return math.inf
-    room = np.where(keep, -1, 1) * np.abs(ranking.priority) * ranking.unit
+    finite = np.where(np.isinf(ranking.priority), 0.0, ranking.priority)
+    room = np.where(keep, -1, 1) * np.abs(finite) * ranking.unit
     lowest_kept, highest_evicted = ranking.priority[keep].min(initial=np.inf), ranking.priority[~keep].max()
     moved = ranking.priority + room
     return float(ranking.distance[np.where(keep, moved <= highest_evicted, moved >= lowest_kept)].min(initial=np.inf))

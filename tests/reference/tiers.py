@@ -124,11 +124,11 @@ def _attend(storage: Mikv, own: Tiered, query: Array, position: Array, n: int, p
     reduce = np.mean if policy.group_reduce == "mean" else np.max
     m = reduce(probabilities, axis=0)
     if storage.observes_low:
-        observe(whole, Observed(m, sees, position, n), policy)
+        observe(whole, Observed(m, sees, position, n, whole.position), policy)
         high.stats = {name: stat[ranked] for name, stat in whole.stats.items()}
         high.above_gap = whole.above_gap
     else:
-        observe(high, Observed(m[:, ranked], sees[:, ranked], position, n), policy)
+        observe(high, Observed(m[:, ranked], sees[:, ranked], position, n, high.position), policy)
     return np.einsum("gns,sd->ngd", probabilities, whole.value)
 
 

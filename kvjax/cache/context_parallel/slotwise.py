@@ -50,8 +50,10 @@ ELEMENTWISE = frozenset(
         *("random_bits", "random_fold_in", "random_seed", "random_unwrap", "random_wrap"),
     }
 )
-#: Primitives that keep an axis as it is or drop and add others, if the slots are one axis of the result.
-ARRANGING = frozenset({"broadcast_in_dim", "expand_dims", "pvary", "reshape", "reshard", "squeeze", "transpose"})
+#: Primitives that keep an axis as it is or drop, add and shorten others, if all slots are one axis of the result.
+ARRANGING = frozenset(
+    {"broadcast_in_dim", "expand_dims", "pvary", "reshape", "reshard", "slice", "squeeze", "transpose"}
+)
 #: Primitives that reduce the axes in their parameter.
 REDUCING = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"})
 #: Primitives that run a jaxpr on their operands.

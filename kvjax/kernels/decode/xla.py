@@ -29,7 +29,7 @@ def column_sums(problem: Problem, lse: Array, seen: Array | None = None) -> dict
       seen: [B, K, n] float32, the number of slots that each query sees in all parts; None = in this part only.
 
     Returns:
-      Statistic name -> [B, K, S] or [B, K, S, words] float32.
+      Statistic name -> [B, K, S, ...] float32, see `Statistic.reported`.
     """
     # [B, K, n, S]
     mask = softmax.visible(problem)

@@ -1,11 +1,13 @@
 """Attention of a block of queries on several devices of a mesh, each of which has all slots and some of the queries."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 from jax.sharding import PartitionSpec
 
 from kvjax.kernels.problem import Attended, Problem
+from kvjax.numerics.statistics import Statistic
 from kvjax.parallel import sharding
 from kvjax.typing import PyTree
 
@@ -49,8 +51,7 @@ def attend_and_reduce(problem: Problem, run: Run) -> tuple[Attended, dict[str, A
     def part(arrays: dict[str, PyTree]) -> tuple[Attended, dict[str, Array]]:
         # Positions say which slots a query sees.
         attended, sums = run(problem.replace(**arrays, causal=False))
-        over = {s.name: jax.lax.pmax if s.largest else jax.lax.psum for s in problem.statistics}
-        return attended, {name: over[name](x, axes) for name, x in sums.items()}
+        return attended, {s.name: _over_devices(s, sums[s.name], axes) for s in problem.statistics}
 
     placed = {name: specs(each, names.get(name, heads)) for name, each in arrays.items()}
     by_query, by_head = placed["query"], specs(problem.key_position, heads)
@@ -58,3 +59,12 @@ def attend_and_reduce(problem: Problem, run: Run) -> tuple[Attended, dict[str, A
         part, mesh=mesh, in_specs=(placed,), check_vma=False,
         out_specs=(Attended(by_query, by_query), {s.name: by_head for s in problem.statistics}),
     )(arrays)  # fmt: skip
+
+
+def _over_devices(statistic: Statistic, columns: Array, axes: tuple[str, ...]) -> Array:
+    """Combines the columns [B, K, S, ...] of the queries of all devices, which have them in the order of `axes`."""
+    if not statistic.recurs:
+        return (jax.lax.pmax if statistic.largest else jax.lax.psum)(columns, axes)
+    # [devices, B, K, S, 3]
+    gathered = jax.lax.all_gather(columns, axes)
+    return functools.reduce(statistic.join, gathered)

@@ -142,7 +142,7 @@ def _tiles(function: Tile, problem: Problem, extra: tuple[Array, ...], tile: int
 
 def _zeros(problem: Problem) -> Sums:
     """Returns the columns of all statistics before any query: zeros, which are below every maximum too."""
-    return {s.name: jnp.zeros((*problem.key_position.shape, *s.words), jnp.float32) for s in problem.statistics}
+    return {s.name: jnp.zeros((*problem.key_position.shape, *s.reported), jnp.float32) for s in problem.statistics}
 
 
 def _split(x: Array, axis: int, tile: int, more: int, fill: int = 0) -> Array:

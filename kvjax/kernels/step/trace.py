@@ -36,6 +36,8 @@ def refuses(request: "Request", backend: str) -> str | None:
     if request.soft_cap:
         return registry.NO_SOFT_CAP
     for statistic in request.statistics:
+        if statistic.recurs:
+            return f"statistic {statistic.name} is {statistic.kept[0]} numbers per slot, not one"
         if statistic.words:
             return f"statistic {statistic.name} is {statistic.words[0]} words per slot, not one float32"
         if statistic.tail is not None:
