@@ -36,6 +36,7 @@ def get_config() -> LeaderboardConfig:
             "expected_attention",
             "rkv",
             "morphkv",
+            "gkv",
             "vase",
             "lagkv",
             "leverage",

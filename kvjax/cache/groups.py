@@ -46,7 +46,7 @@ class Group:
       storage: how slots are held.
       selection: which slots a query reads.
       needs: the statistics that are kept, for this policy and for the one that decodes.
-      memory: what is remembered of a row's queries, likewise.
+      memory: what is remembered of a row's queries and of evictions, likewise, but for what each slot remembers.
       queries: query heads of each KV head, if any are remembered; otherwise 1.
       slots: the number of slots of each store; () = as many as the prompt has tokens (one-shot prefill).
       array_sizes: what else arrays are sized for, if the storage's layout is not of single slots.

@@ -14,6 +14,7 @@ from kvjax.policies.caote import OutputChange, caote
 from kvjax.policies.combinators import Best, TimesValueNorm, by_page, from_layer, value_norm, with_heavy_hitters
 from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
 from kvjax.policies.expected_attention import ExpectedAttention, expected_attention
+from kvjax.policies.gkv import GlobalRedundancy, GlobalScore, gkv
 from kvjax.policies.h2o import (
     DecayedMass,
     Mass,
@@ -41,6 +42,7 @@ from kvjax.policies.phases import BeyondPrompt, KeptPrompt, Phases, after_prefil
 from kvjax.policies.pools import Ends, Fetched, LastFetched, counter, fifo, lru
 from kvjax.policies.query_window import RecentAttention, Redundancy, morphkv, rkv
 from kvjax.policies.roco import MeanMass, Varying, mean_attention, mean_mass, protect_varying, roco
+from kvjax.policies.round_memory import RoundMemory
 from kvjax.policies.row_memory import QueryMoments, RecentQueries, RowMemory
 from kvjax.policies.scissorhands import TimesAbove, scissorhands, times_above
 from kvjax.policies.slot_order import FirstSlots
@@ -86,6 +88,7 @@ POLICIES: Registry[Policy] = Registry(
         "keydiff": keydiff,
         "rkv": rkv,
         "morphkv": morphkv,
+        "gkv": gkv,
         "vase": vase,
         "vase_dkv": vase_dkv,
         "expected_attention": expected_attention,
@@ -123,20 +126,21 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
-    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First", "FirstSlots",
-    "Folded", "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference",
-    "KeyValueShare", "LagRelative", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LowNorm",
-    "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded", "PerLayer",
-    "Phases", "Policy", "ProjectedShare", "PromptEnd", "Pyramid", "QueryMoments", "Recency", "RecentAttention",
-    "RecentQueries", "Recurrence", "Redundancy", "Ring", "RowMemory", "SampledAttention", "Scope", "Shared",
-    "SharedLast", "Slots", "Split", "SplitLayers", "Strided", "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform",
-    "Union", "Varying", "View", "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page",
-    "cam", "caote", "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "everything",
-    "evict", "expected_attention", "fifo", "fixed", "from_layer", "full", "h2o", "h2o_decay", "heavy_only", "keep",
-    "key_difference", "keydiff", "knorm", "kvmerger", "lagkv", "last", "lazy", "leverage", "local_only", "longgen",
-    "low_norm", "lru", "mass", "mean_attention", "mean_mass", "morphkv", "names", "observation_window_score", "padded",
-    "phases", "protect_any", "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv",
-    "random", "razor_attention", "recency", "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv",
-    "split_heads", "split_layers", "streaming_llm", "strided", "times_above", "tova", "value_aware", "value_norm",
-    "vase", "vase_dkv", "window", "with_heavy_hitters",
+    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First",
+    "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "GlobalRedundancy", "GlobalScore", "Importance",
+    "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "LagRelative", "LargestValues", "Last",
+    "LastColumns", "LastFetched", "Leverage", "LowNorm", "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow",
+    "OutputChange", "OwnBlock", "Padded", "PerLayer", "Phases", "Policy", "ProjectedShare", "PromptEnd", "Pyramid",
+    "QueryMoments", "Recency", "RecentAttention", "RecentQueries", "Recurrence", "Redundancy", "Ring", "RoundMemory",
+    "RowMemory", "SampledAttention", "Scope", "Shared", "SharedLast", "Slots", "Split", "SplitLayers", "Strided",
+    "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WithSelection", "accepts",
+    "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "compensation", "compress", "counter",
+    "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict", "expected_attention", "fifo", "fixed",
+    "from_layer", "full", "gkv", "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm",
+    "kvmerger", "lagkv", "last", "lazy", "leverage", "local_only", "longgen", "low_norm", "lru", "mass",
+    "mean_attention", "mean_mass", "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any",
+    "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
+    "razor_attention", "recency", "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",
+    "split_layers", "streaming_llm", "strided", "times_above", "tova", "value_aware", "value_norm", "vase", "vase_dkv",
+    "window", "with_heavy_hitters",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from kvjax.errors import KvjaxError, PolicyError
 from kvjax.numerics.statistics import NAMED, Statistic, resolve
 from kvjax.policies.budget import Budget, BudgetLike, as_budget
 from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, everything, keep
+from kvjax.policies.round_memory import RoundMemory
 from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
@@ -117,6 +118,8 @@ class Evict(Policy):
                 "a compressor evicts once, when the prompt ends" if self.when != "step" else "pages are evicted whole"
             )
             raise PolicyError(f"every={self.every} is not valid: {which}; leave it out.")
+        if self.page > 1 and self.rounds:
+            raise PolicyError("pages are evicted whole, and its importance remembers evictions of single slots.")
         _resolve(self._needs)
         if self.importance.shared_by_heads and self.scope.needs:
             raise PolicyError(
@@ -138,12 +141,18 @@ class Evict(Policy):
     @property
     def remembers(self) -> tuple[str, ...]:
         """The names of statistics that attention does not report, [B, K, S] float32."""
-        return self.merge.remembers if self.merge else ()
+        own = tuple(each.name for each in self.rounds if each.per_slot)
+        return (*(self.merge.remembers if self.merge else ()), *own)
 
     @property
     def memory(self) -> tuple[RowMemory, ...]:
-        """The memories of a row's queries that ranking reads."""
+        """The memories that ranking reads: of a row's queries, and of earlier rounds."""
         return tuple(dict.fromkeys((*self.importance.memory, *self.scope.memory)))
+
+    @property
+    def rounds(self) -> tuple[RoundMemory, ...]:
+        """The memories that are written when a head evicts."""
+        return tuple(each for each in self.memory if isinstance(each, RoundMemory))
 
     @property
     def reads(self) -> frozenset[str]:

@@ -117,7 +117,8 @@ class Importance:
       by_age: whether the score is the position, so that the oldest is evicted first.
       by_position: whether the score depends on positions alone, so that all heads hold the same.
       reads: which of "key" and "value" `score` reads from the view.
-      memory: what `score` reads of a row's queries, as `kvjax.policies.row_memory.RowMemory`.
+      memory: what `score` reads of a row's queries, as `kvjax.policies.row_memory.RowMemory`, and of earlier rounds of
+        evictions, as `kvjax.policies.round_memory.RoundMemory`.
     """
 
     score: Callable[[Stats, View], Array]

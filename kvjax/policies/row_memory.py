@@ -37,7 +37,10 @@ class RowMemory:
 
     Attributes:
       name: key of the memory in `View.memory`; two that are equal share one.
+      per_slot: whether it is held as a statistic of slots instead; see `kvjax.policies.round_memory`.
     """
+
+    per_slot: bool = False
 
     @property
     def name(self) -> str:

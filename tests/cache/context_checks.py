@@ -73,7 +73,7 @@ class Case:
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
-    "rkv": {"every": 1}, "morphkv": {"window": 4}, "vase": {"every": 1}, "vase_dkv": {"every": 2},
+    "rkv": {"every": 1}, "morphkv": {"window": 4}, "gkv": {"every": 1}, "vase": {"every": 1}, "vase_dkv": {"every": 2},
     "lazy": {"every": 1, "alpha": 0.1},
 }  # fmt: skip
 

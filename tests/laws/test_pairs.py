@@ -160,7 +160,8 @@ KINDS = {
     "fetches": ("lru", "counter", "from_layer"),
     "prompts": ("snapkv", "pyramidkv", "adakv", "after_prefill", "value_aware"),
     "keys": (
-        "knorm", "keydiff", "expected_attention", "rkv", "morphkv", "vase", "vase_dkv", "lagkv", "leverage", "cur",
+        "knorm", "keydiff", "expected_attention", "rkv", "morphkv", "gkv", "vase", "vase_dkv", "lagkv", "leverage",
+        "cur",
     ),
     "pages": ("by_page", "by_page(counter)"),
 }  # fmt: skip

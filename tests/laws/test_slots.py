@@ -153,6 +153,8 @@ CASES = [
     Case("rkv", {"budget": 0.4, "every": 3, "window": 2, "lam": 0.5, "positions": "cache"}, "mqa", 8),
     Case("morphkv", {"budget": 14, "window": 5}, "gqa", 8),
     Case("morphkv", {"budget": 0.4, "window": 3, "fuse": "max", "every": 4}, "mha", None),
+    Case("gkv", {"budget": 16, "every": 6, "window": 4, "lam": 0.5}, "gqa", 8),
+    Case("gkv", {"budget": 0.4, "every": 3, "window": 2, "alpha": 0.9, "positions": "cache"}, "mha", None),
     Case("vase", {"budget": 18, "every": 6, "large": 6, "sinks": 2, "kernel": 3}, "gqa", 8),
     Case("vase", {"budget": 0.4, "every": 3, "sinks": 1, "seed": 5, "positions": "cache"}, "mqa", None),
     Case("vase_dkv", {"budget": 15, "every": 4, "rank": 5, "seed": 7}, "gqa", 8),

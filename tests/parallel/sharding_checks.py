@@ -106,7 +106,7 @@ class Case:
         more = {} if self.policy == "full" else {"budget": budget}
         if self.every > 1:
             more["every"] = self.every
-        if self.policy == "morphkv":
+        if self.policy == "gkv":
             more["window"] = 4
         if self.policy == "lazy":
             more["alpha"] = 0.1
@@ -131,8 +131,8 @@ _LIST = [
     Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2, refilled=True),
     Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2, storage=think(0.4, 8, 4)),
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
-    # Rounds, in rows that are due in different steps, and a memory of queries.
-    Case("gqa", "morphkv", "data:2,model:4", prefill_block=8, ragged=True, every=3),
+    # Rounds, in rows that are due in different steps, and memories of queries and of rounds.
+    Case("gqa", "gkv", "data:2,model:4", prefill_block=8, ragged=True, every=3),
     # A prompt's queries are divided, and the order of their devices counts.
     Case("mqa", "lazy", "data:2,model:4", ragged=True, every=3, parts=1),
     Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),

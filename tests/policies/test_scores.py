@@ -26,6 +26,7 @@ CASES = {
     "expected_attention": (24, 25, 26),
     "redundancy": (36,),
     "rkv_attention": (37,),
+    "gkv_attention": (44,),
     "caote": range(27, 33),
     "lagkv": (34, 35),
     "leverage": (41,),
@@ -82,13 +83,13 @@ def expected_attention(arguments, given, view):
 
 def newest_left_out(name, arguments):
     """The number of newest slots that are not in the result of a case."""
-    return arguments.get({"rkv_attention": "window", "vase": "protected"}.get(name), 0)
+    return arguments.get({"rkv_attention": "window", "gkv_attention": "window", "vase": "protected"}.get(name), 0)
 
 
-def last_queries(query):
-    """A view's memory of queries [G, w, D]."""
+def last_queries(query, first=0):
+    """A view's memory of queries [G, w, D] from a position on."""
     window = query.shape[1]
-    memory = {"query": jnp.asarray(query)[None, None], "position": jnp.arange(window)[None, None]}
+    memory = {"query": jnp.asarray(query)[None, None], "position": first + jnp.arange(window)[None, None]}
     return {policies.RecentQueries(window).name: memory}
 
 
@@ -134,6 +135,10 @@ def found(name, arguments, given):
         case "rkv_attention":
             view = view._replace(memory=last_queries(given["query"]), scale=8**-0.5)
             importance = policies.Redundancy(arguments["window"], arguments["kernel"], 1.0, 0.5)
+        case "gkv_attention":
+            window = arguments["window"]
+            view = view._replace(memory=last_queries(given["query"], size - window), scale=8**-0.5)
+            return np.asarray(policies.GlobalScore(window, 0.8).attention(view))[0, 0]
         case "caote":
             importance = policies.OutputChange(Scored(given["score"]), arguments["fast"])
         case "lagkv":
@@ -278,6 +283,10 @@ def test_scores_of_slots_in_any_order(live):
         (lambda: policies.phases(policies.snapkv(64), policies.tova(8)), r"phases\(snapkv, tova\): its heads"),
         (lambda: policies.h2o(8, every=0), "every must be a whole number of at least 1"),
         (lambda: policies.by_page(policies.h2o(64, every=4), page=8), "pages are evicted whole"),
+        (lambda: policies.by_page(policies.gkv(64, every=1), page=8), "remembers evictions of single slots"),
+        (lambda: policies.gkv(8, every=2, window=9), "protects 9 slots, more than its budget of 8"),
+        (lambda: policies.vase(8, every=5, large=4), "protects 9 slots, more than its budget of 8"),
+        (lambda: policies.vase(8, every=2, kernel=4), "kernel=4 is even"),
         (lambda: policies.h2o(9, variant="ring", every=2), "defined token by token"),
         (lambda: policies.adakv(policies.lagkv(8, every=4)), "is not a compressor"),
         (lambda: policies.lagkv(8, lag=0), "lag must be a whole number of at least 1"),

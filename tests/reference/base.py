@@ -41,6 +41,7 @@ class View(NamedTuple):
     theta: float | None = None  # of RoPE
     layer: int = 0
     head: int = 0  # of the model
+    rounds: Any = None  # a dict of the head: what a policy remembers of its evictions, which `rank` may change
 
 
 class Observed(NamedTuple):

@@ -33,6 +33,7 @@ from tests.reference.eviction import (
     window,
 )
 from tests.reference.queries import expected_attention, morphkv, rkv
+from tests.reference.rounds import gkv
 from tests.reference.scores import caote, cur, lagkv, leverage, phases, value_aware
 
 
@@ -107,6 +108,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "counter": counter,
     "rkv": rkv,
     "morphkv": morphkv,
+    "gkv": gkv,
     "vase": vase,
     "vase_dkv": vase_dkv,
     "expected_attention": expected_attention,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,7 @@ class Head:
     evict_gap: float = math.inf
     above_gap: float = math.inf
     queries: list[Query] = field(default_factory=list)
+    rounds: dict[Any, Any] = field(default_factory=dict)
     stands_for: dict[int, list[tuple[Array, Array]]] = field(default_factory=dict)  # position -> keys and values
 
 
@@ -232,13 +234,13 @@ def evict(
         choices = policy.shares(views)
     else:
         kept = _kept if policy.page == 1 else functools.partial(_kept_pages, page=policy.page)
-        # A head that is not due keeps all that it holds; pages have a rule of their own.
-        limits = []
+        choices = []
         for view in views:
             limit = budget + (view.position < prompt_length).sum() if policy.beyond_prompt else budget
+            # A head that is not due is not ranked and keeps all that it holds; pages have a rule of their own.
             due = policy.page > 1 or len(view.position) >= limit + policy.every
-            limits.append(limit if due else len(view.position))
-        choices = [kept(policy.rank(view), view.position, limit) for view, limit in zip(views, limits, strict=True)]
+            everything = (np.ones(len(view.position), bool), math.inf)
+            choices.append(kept(policy.rank(view), view.position, limit) if due else everything)
     for head, (keep, gap) in zip(heads, choices, strict=True):
         if policy.compensates is not None and not keep.all():
             compensate(head, keep, policy.compensates)
@@ -263,7 +265,7 @@ def _view(
         turned = rotate(head.key, head.position, theta)
     return View(
         head.position, head.key, head.value, head.stats, layer_stats, budget, prompt_length, unturned, turned,
-        tuple(head.queries), theta,
+        tuple(head.queries), theta, rounds=head.rounds,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from kvjax.cache.context_parallel import merge, slotwise
 from kvjax.cache.groups import Group
+from kvjax.policies.round_memory import RoundMemory
 from kvjax.selection.base import Selection
 from kvjax.storage.base import UNROTATED
 
@@ -23,8 +24,10 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
         return f"policy {policy.name} evicts whole pages"
     if policy.every > 1:
         return f"policy {policy.name} evicts {policy.every} slots at once"
-    if policy.memory or group.memory:
+    if any(not isinstance(each, RoundMemory) for each in (*policy.memory, *group.memory)):
         return f"policy {policy.name} remembers queries"
+    if policy.rounds:
+        return f"policy {policy.name} remembers earlier evictions"
     if policy.budget is not None and policy.budget.beyond_prompt:
         return f"policy {policy.name} counts the slots of the prompt"
     if policy.positions != "original" and not (group.known_ranks or group.evicts_one):

@@ -83,7 +83,7 @@ def check_names(name: str, statistics: frozenset[Statistic], remembers: tuple[st
     Raises:
       PolicyError: two have.
     """
-    known: dict[str, Any] = dict.fromkeys(remembers, "a merge's own")
+    known: dict[str, Any] = dict.fromkeys(remembers, "what it remembers")
     for each in sorted(statistics, key=repr):
         if known.setdefault(each.name, each) != each:
             raise PolicyError(f"policy {name}: {each!r} and {known[each.name]!r} have one name; rename one of them.")
@@ -149,7 +149,16 @@ def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int
                      PolicyError)  # fmt: skip
         return folded.key
 
+    def remembered(*given: PyTree) -> PyTree:
+        stats, view = seen("memory", policy.reads, *given)
+        for each in policy.rounds:
+            expected, kind = (shape, FLOAT) if each.per_slot else (shape[:2], jnp.dtype("int32"))
+            _checked(f"{about} {type(each).__name__}.after", each.after(stats, view), expected, kind, PolicyError)
+        return view.position
+
     arguments = (arrays | own, position, vectors, vectors, row)
+    if policy.rounds:
+        _evaluated(f"{about} memory", remembered, arguments, PolicyError)
     for part, function in (("importance.score", score), ("scope.protected", protected), ("merge.fold", fold)):
         if part != "merge.fold" or (policy.merge is not None and _is_own(policy.merge)):
             _evaluated(f"{about} {part}", function, arguments, PolicyError)

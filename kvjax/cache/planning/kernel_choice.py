@@ -21,6 +21,7 @@ from kvjax.kernels.registry import Choice, Op, Request
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.statistics import by_name
 from kvjax.parallel import sharding
+from kvjax.policies.round_memory import RoundMemory
 
 #: Why ``auto`` on a GPU, which means XLA, does not try the Pallas kernels for it.
 ONLY_BY_NAME = "pallas_gpu: its kernels run only if they are asked for by name, implementation='pallas_gpu'"
@@ -144,8 +145,10 @@ class Chooser:
             extras.append(f"eviction of {group.policy.every} slots at once")
         if group.policy.budget is not None and group.policy.budget.beyond_prompt:
             extras.append("a prompt that is kept beside the budget")
-        if group.memory:
+        if any(not isinstance(each, RoundMemory) for each in group.memory):
             extras.append("a memory of a row's queries")
+        if group.policy.rounds:
+            extras.append("a memory of earlier evictions")
         if group.policy.merge is not None:
             extras.append("a merge")
         if group.storage.new_tokens_separate and not any(group.codecs):

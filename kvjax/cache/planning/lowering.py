@@ -298,8 +298,8 @@ def _groups(
     prompt_index = selection if selection.watches else None
     needs = branch.decode.needs | spec.storage.needs
     check_names(branch.decode.name, needs | branch.prompt.needs | branch.selection.needs)
-    memory = branch.decode.memory
-    both = tuple(dict.fromkeys((*memory, *branch.prompt.memory)))
+    memory = tuple(each for each in branch.decode.memory if not each.per_slot)
+    both = tuple(dict.fromkeys((*memory, *(each for each in branch.prompt.memory if not each.per_slot))))
     array_sizes = extent_of(spec, branch, sizes)
     stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, array_sizes)
     arrangement = arrangement_of(storage)

@@ -1,5 +1,7 @@
 """Observe and evict: the statistics of a step, and which slots go."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -7,6 +9,7 @@ from kvjax.cache.state import EMPTY, FAR
 from kvjax.numerics.statistics import Statistic, by_name
 from kvjax.numerics.top_k import largest, lowest
 from kvjax.policies.base import Evict, View
+from kvjax.policies.round_memory import written
 
 Array = jax.Array
 
@@ -25,6 +28,25 @@ def observe(
     return stats | {s.name: s.merge(stats[s.name], columns[s.name], queries) for s in by_name(needs)}
 
 
+class Round(NamedTuple):
+    """The outcome of ranking.
+
+    Attributes:
+      victim: [B, K, S] bool, the slots that go.
+      remembered: name of a `kvjax.policies.round_memory.RoundMemory` -> its numbers after the step.
+    """
+
+    victim: Array
+    remembered: dict[str, Array]
+
+
+def ranked(policy: Evict, stats: dict[str, Array], view: View, *, one: bool) -> Round:
+    """Chooses the slots to evict, and computes what the policy remembers of that; for the arguments see `victims`."""
+    if policy.every > 1 or policy.rounds:
+        return _round(policy, stats, view)
+    return Round(victims(policy, stats, view, one=one), {})
+
+
 def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool, max_victims: int | None = None) -> Array:
     """Chooses the slots to evict so that every head is within its limit, lowest priority first.
 
@@ -39,7 +61,7 @@ def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool, ma
       [B, K, S] bool.
     """
     if policy.every > 1:
-        return _victims_of_round(policy, stats, view)
+        return _round(policy, stats, view).victim
     priority, limit = ranking(policy, stats, view)
     if policy.page > 1:
         return page_victims(priority, view.position, limit, policy.page)
@@ -48,8 +70,8 @@ def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool, ma
     return (one_victim if one else all_victims)(priority, view.position, limit)
 
 
-def _victims_of_round(policy: Evict, stats: dict[str, Array], view: View) -> Array:
-    """Chooses the slots to evict of the heads that hold `every` slots more than their limit; [B, K, S] bool.
+def _round(policy: Evict, stats: dict[str, Array], view: View) -> Round:
+    """Chooses the slots to evict of the heads that hold `every` slots more than their limit.
 
     The slots are ranked only in steps in which a head of any row is due.
     """
@@ -58,11 +80,16 @@ def _victims_of_round(policy: Evict, stats: dict[str, Array], view: View) -> Arr
     limit = jnp.where(_evicts_now(policy, view)[:, None, None], policy.limit(stats, view), FAR)
     due = live >= jnp.minimum(limit, FAR - policy.every) + policy.every
 
-    def choose() -> Array:
+    def choose() -> Round:
         priority, _ = ranking(policy, stats, view)
-        return all_victims(priority, view.position, jnp.where(due, limit, FAR))
+        victim = all_victims(priority, view.position, jnp.where(due, limit, FAR))
+        return Round(victim, written(policy.rounds, due, stats, view))
 
-    return jax.lax.cond(jnp.any(due), choose, lambda: jnp.zeros(view.position.shape, bool))
+    def wait() -> Round:
+        unchanged = {each.name: each.before(stats, view) for each in policy.rounds}
+        return Round(jnp.zeros(view.position.shape, bool), unchanged)
+
+    return jax.lax.cond(jnp.any(due), choose, wait)
 
 
 def _evicts_now(policy: Evict, view: View) -> Array:

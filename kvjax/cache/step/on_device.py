@@ -87,7 +87,7 @@ def step(
     frequencies = None if rope is None else rope.frequencies(block.total)
     frame = KeyFrame(group.policy.positions == "original", rope, frequencies)
     queries_seen = QueryView(frame, memory, inputs.scale)
-    after, moved = finish(pool, per_slot, block, group, budget, inputs.rotation, made, queries_seen)
+    after, moved, memory = finish(pool, per_slot, block, group, budget, inputs.rotation, made, queries_seen)
     after = after.replace(stats=moved.stats, index=index | moved.index, memory=memory)
     # The slots of a prompt in one shot are in the arrays of the decoding phase.
     then = group.decode_group if one_shot else group if group.by_xla else None

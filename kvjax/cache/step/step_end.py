@@ -16,6 +16,7 @@ from kvjax.cache.step.operands import Operands, decoded, ranked_vectors
 from kvjax.cache.step.pool import KeyRotation, Pool, joined, run_after_inputs
 from kvjax.policies.base import View
 from kvjax.policies.components import KeyFrame
+from kvjax.policies.round_memory import NUMBER
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 from kvjax.storage.side import Sides
@@ -48,7 +49,7 @@ def finish(
     rotation: KeyRotation | None,
     made: Operands | None,
     seen: QueryView = QueryView(),
-) -> tuple[LayerKV, PerSlot]:
+) -> tuple[LayerKV, PerSlot, dict[str, dict[str, Array]]]:
     """Evicts until every head is within its limit, and moves the step's own tokens into the layer.
 
     Args:
@@ -60,7 +61,11 @@ def finish(
       rotation: the rotation of keys that are held as they are before it; or None.
       made: the operands of attention; None if slots are coded, which are decoded again where a policy looks at them.
       seen: of the queries, for the policy.
+
+    Returns:
+      The layer, what moves with its slots, and its memory.
     """
+    memory = {name: dict(arrays) for name, arrays in seen.memory.items()}
     position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.new_tokens, per_slot.stats
     victim = None
     if policy.budget is not None:
@@ -68,12 +73,17 @@ def finish(
         # A compressor evicts once, whatever the last block of the prompt brings.
         one = group.evicts_one and n == 1 and policy.when == "step"
 
-        def choose(pool: Pool, stats: dict[str, Array]) -> Array:
+        def choose(pool: Pool, stats: dict[str, Array]) -> evict.Round:
             view = _view(pool, *_ranked(pool, group, rotation, made), block, group, budget, seen)
-            return evict.victims(policy, stats, view, one=one)
+            return evict.ranked(policy, stats, view, one=one)
 
         # [B, K, S'] bool, of the slots that are ranked
-        victim = run_after_inputs(choose, pool, stats) if policy.reads else choose(pool, stats)
+        victim, remembered = run_after_inputs(choose, pool, stats) if policy.reads else choose(pool, stats)
+        for each in policy.rounds:
+            if each.per_slot:
+                stats = stats | {each.name: remembered[each.name]}
+            else:
+                memory[each.name] = {NUMBER: remembered[each.name]}
         if policy.merge is not None:
             key, value = _ranked(pool, group, rotation, made)
             max_victims = n if group.evicts_one else position.shape[2]
@@ -86,8 +96,8 @@ def finish(
     per_slot = per_slot.replace(stats=stats)
     if own is not None:
         tokens = StepTokens(layer, *own, position, victim, per_slot, block.newest, group, pool.sides)
-        return group.arrangement.write(tokens)
-    return layer.replace(position=position), per_slot.replace(stats=forget(per_slot.stats, position))
+        return *group.arrangement.write(tokens), memory
+    return layer.replace(position=position), per_slot.replace(stats=forget(per_slot.stats, position)), memory
 
 
 def _ranked(pool: Pool, group: Group, rotation: KeyRotation | None, made: Operands | None) -> tuple[PyTree, PyTree]:
