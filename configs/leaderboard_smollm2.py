@@ -44,6 +44,7 @@ def get_config() -> LeaderboardConfig:
             "caote(h2o)",
             "value_aware(h2o)",
             "snapkv(window=16)",
+            "chunkkv(snapkv(window=16))",
             "pyramidkv",
             "adakv(snapkv(window=16))",
             "after_prefill(snapkv(window=16), then=h2o)",

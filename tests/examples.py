@@ -73,6 +73,7 @@ def combined(budget: Any = 0.5) -> dict[str, Policy]:
         "by_page": library.by_page(policy("h2o", budget), page=2),
         "caote": library.caote(policy("h2o", budget, every=2)),
         "value_aware": library.value_aware(policy("snapkv", budget), large=1),
+        "chunkkv": library.chunkkv(policy("snapkv", budget), chunk=3),
         "phases": library.phases(library.full(), policy("h2o", budget)),
     }
 

@@ -11,6 +11,7 @@ from kvjax.policies.allocation import Pyramid, Shared
 from kvjax.policies.base import Evict, Policy, compress, evict
 from kvjax.policies.budget import Budget, Fraction, FromLayer, Given, PerLayer, Slots, TextFraction
 from kvjax.policies.caote import OutputChange, caote
+from kvjax.policies.chunks import ChunkMean, chunkkv
 from kvjax.policies.combinators import Best, TimesValueNorm, by_page, from_layer, value_norm, with_heavy_hitters
 from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
 from kvjax.policies.expected_attention import ExpectedAttention, expected_attention
@@ -121,12 +122,13 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
     "by_page": by_page,
     "caote": caote,
     "value_aware": value_aware,
+    "chunkkv": chunkkv,
     "phases": phases,
 }
 
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
-    "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First",
+    "ChunkMean", "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First",
     "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "GlobalRedundancy", "GlobalScore", "Importance",
     "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "LagRelative", "LargestValues", "Last",
     "LastColumns", "LastFetched", "Leverage", "LowNorm", "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow",
@@ -134,10 +136,10 @@ __all__ = [
     "QueryMoments", "Recency", "RecentAttention", "RecentQueries", "Recurrence", "Redundancy", "Ring", "RoundMemory",
     "RowMemory", "SampledAttention", "Scope", "Shared", "SharedLast", "Slots", "Split", "SplitLayers", "Strided",
     "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WithSelection", "accepts",
-    "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "compensation", "compress", "counter",
-    "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict", "expected_attention", "fifo", "fixed",
-    "from_layer", "full", "gkv", "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm",
-    "kvmerger", "lagkv", "last", "lazy", "leverage", "local_only", "longgen", "low_norm", "lru", "mass",
+    "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv", "compensation", "compress",
+    "counter", "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict", "expected_attention", "fifo",
+    "fixed", "from_layer", "full", "gkv", "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff",
+    "knorm", "kvmerger", "lagkv", "last", "lazy", "leverage", "local_only", "longgen", "low_norm", "lru", "mass",
     "mean_attention", "mean_mass", "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any",
     "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
     "razor_attention", "recency", "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",

@@ -193,7 +193,8 @@ def adakv(base: Policy, *, safeguard: float = 0.2, max_share: float | None = Non
         least 1; None = without limit, as published.
 
     Raises:
-      PolicyError: a policy that is not a compressor, or that is combined already.
+      PolicyError: a policy that is not a compressor, whose heads must hold the same positions (`chunkkv`), or that is
+        combined already.
 
     Memory: the heads of a layer have arrays of one size, and which head gets many slots is known when they are
     allocated already, so that each has room for as many as any head may get: safeguard + K·(1 - safeguard) times the
@@ -205,4 +206,9 @@ def adakv(base: Policy, *, safeguard: float = 0.2, max_share: float | None = Non
         raise PolicyError(f"adakv({base.name}): it is combined already; give the compressor itself, such as snapkv.")
     if not isinstance(base, Evict) or base.when != "prompt_end" or base.budget is None:
         raise PolicyError(f"adakv(): {getattr(base, 'name', base)!r} is not a compressor; give one such as snapkv.")
+    if base.importance.shared_by_heads:
+        raise PolicyError(
+            f"adakv({base.name}): its heads must all hold the same positions, and here each gets its own; give a "
+            "compressor that ranks each head by itself, such as snapkv."
+        )
     return dataclasses.replace(base, budget=Shared(base.budget, safeguard, max_share), name=f"adakv[{base.name}]")

@@ -59,6 +59,7 @@ def by_name(package: Any) -> dict[str, Any]:
         "by_page(counter)": package.COMBINATORS["by_page"](build(package, "counter", budget=6, saturate=3), page=2),
         "caote": package.COMBINATORS["caote"](build(package, "scissorhands", every=2)),
         "value_aware": package.COMBINATORS["value_aware"](build(package, "snapkv"), large=1),
+        "chunkkv": package.COMBINATORS["chunkkv"](build(package, "snapkv"), chunk=3),
         "phases": package.COMBINATORS["phases"](build(package, "full"), build(package, "h2o", budget=4)),
         "h2o[masked]": build(package, "h2o", variant="masked"),
     }
@@ -158,7 +159,7 @@ KINDS = {
         "with_heavy_hitters", "value_norm", "caote", "phases",
     ),
     "fetches": ("lru", "counter", "from_layer"),
-    "prompts": ("snapkv", "pyramidkv", "adakv", "after_prefill", "value_aware"),
+    "prompts": ("snapkv", "pyramidkv", "adakv", "after_prefill", "value_aware", "chunkkv"),
     "keys": (
         "knorm", "keydiff", "expected_attention", "rkv", "morphkv", "gkv", "vase", "vase_dkv", "lagkv", "leverage",
         "cur",

@@ -98,14 +98,14 @@ def trace(spec: CacheSpec, block: int | None) -> None:
 #: Policies under which a row keeps every token that it has decoded.
 APPENDING = {
     "full", "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "adakv",
-    "value_aware", "knorm@cache", "h2o[masked]", "h2o[global]", "h2o[local]",
+    "value_aware", "chunkkv", "knorm@cache", "h2o[masked]", "h2o[global]", "h2o[local]",
 }  # fmt: skip
 HIDING = {"h2o[masked]", "h2o[global]", "h2o[local]"}
 
 
 #: Under which all heads of a layer hold the same positions.
 ALIKE = {
-    "full", "window", "fifo", "local_only", "streaming_llm", "strided", "fixed", "tova", "h2o[masked]",
+    "full", "window", "fifo", "local_only", "streaming_llm", "strided", "fixed", "tova", "chunkkv", "h2o[masked]",
     "h2o[global]", "h2o[local]", "longgen",
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -75,6 +76,33 @@ def adakv(base: Policy, safeguard: float = 0.2, max_share: float | None = None) 
         for _, head, j in left[:count]:
             keep[-head][j] = True
         return [(kept, min([math.inf, *gaps])) for kept in keep]
+
+    return replace(base, shares=shares)
+
+
+def chunkkv(base: Policy, chunk: int = 10) -> Policy:
+    """The same chunks of positions stay in all heads, by the mean of importances that are summed over heads."""
+
+    def shares(heads: list[View]) -> list[tuple[Array, float]]:
+        value = np.sum([base.rank(view).priority for view in heads], axis=0)
+        keep = np.isinf(value)
+        room, gaps = heads[0].budget - int(keep.sum()), []
+        parts = [np.flatnonzero(~keep & (heads[0].position // chunk == c)) for c in range(len(value) // chunk + 1)]
+        mean = {c: value[part].mean() for c, part in enumerate(parts) if len(part)}
+        best = sorted(mean, key=lambda c: (mean[c], c), reverse=True)
+        for place, c in enumerate(best):
+            if room <= len(parts[c]):
+                # It is the last that keeps anything; the one above it and the one below could be so in its place.
+                near = best[max(place - 1, 0) : place + 2]
+                gaps += [_relative(mean[a], mean[b]) for a, b in itertools.pairwise(near)]
+            own = sorted(parts[c], key=lambda j: (value[j], j), reverse=True)
+            if 0 < room < len(own):
+                gaps.append(_relative(value[own[room - 1]], value[own[room]]))
+            keep[own[:room]] = True
+            room -= min(room, len(own))
+            if not room:
+                break
+        return [(keep.copy(), min([math.inf, *gaps]))] * len(heads)
 
     return replace(base, shares=shares)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.reference.base import MASS, Policy, Ranking, Statistic, View, lowest
-from tests.reference.compressors import adakv, keydiff, knorm, pyramidkv, snapkv
+from tests.reference.compressors import adakv, chunkkv, keydiff, knorm, pyramidkv, snapkv
 from tests.reference.draws import vase, vase_dkv
 from tests.reference.eviction import (
     counter,
@@ -125,6 +125,7 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
     "by_page": by_page,
     "caote": caote,
     "value_aware": value_aware,
+    "chunkkv": chunkkv,
     "phases": phases,
 }
 

@@ -27,6 +27,7 @@ EXAMPLES: Mapping[str, str] = {
     "vase_dkv": "vase_dkv(64, every=16)",
     "caote": "caote(h2o(64))",
     "value_aware": "value_aware(h2o(64))",
+    "chunkkv": "chunkkv(snapkv(64, window=16))",
     "phases": "phases(full(), h2o(16, every=8))",
     "with_heavy_hitters": "with_heavy_hitters(strided(64, stride=8, local=16))",
     "value_norm": "value_norm(h2o(64))",

@@ -40,6 +40,7 @@ NAMES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "leverage": ((KVPRESS, "LeverageScorePress", "keys are not rounded to a grid"),),
     "cur": ((KVPRESS, "CURPress", ""),),
     "adakv": ((KVPRESS, "AdaKVPress", "masks what it evicts, so that no memory is freed"),),
+    "chunkkv": ((KVPRESS, "ChunkKVPress", "keeps whole chunks alone"),),
     "duo_attention": ((KVPRESS, "DuoAttentionPress", "masks what it evicts, so that no memory is freed"),),
     "think": ((KVPRESS, "ThinKPress", "sets channels to 0, so that no memory is freed"),),
     "int8": ((LLAMA_CPP, "--cache-type-k q8_0 --cache-type-v q8_0", "a scale for 32 channels, no zero"),),
