@@ -2,10 +2,11 @@
 
 `sparsity`, `accumulated_attention`, `keys_for_mass` and `attention_std` measure the full cache; `attention_cosine`,
 `jaccard`, `miss_rate` and `retained` compare a policy with it, or a `CacheSpec` of policy, storage and selection;
-`retrieval_scores` and `retrieval_heads` measure heads, and `budgets` divides slots among the layers. `selected`
-compares what a selection reads with the best choice of the same size, `skew_effect` does so with and without a skew,
-and `input_cosine` compares the inputs of consecutive layers. `plots` draws each of them, and `submodular` compares
-greedy selection with the optimum. `show` makes a page of a text with the tokens that caches hold of it.
+`retrieval_scores` and `retrieval_heads` measure heads, `head_gates` trains gates of heads on `passkeys`, and `budgets`
+divides slots among the layers. `selected` compares what a selection reads with the best choice of the same size,
+`skew_effect` does so with and without a skew, and `input_cosine` compares the inputs of consecutive layers. `plots`
+draws each of them, and `submodular` compares greedy selection with the optimum. `show` makes a page of a text with the
+tokens that caches hold of it.
 
 In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest row. Results are NumPy arrays.
 """
@@ -21,6 +22,7 @@ from kvjax.analysis.full_cache import (
     keys_for_mass,
     sparsity,
 )
+from kvjax.analysis.gates import HeadGates, Passkeys, head_gates, passkeys
 from kvjax.analysis.heads import RetrievalScores, retrieval_heads, retrieval_scores
 from kvjax.analysis.layer_inputs import InputCosine, input_cosine
 from kvjax.analysis.selection_quality import Selected, SkewEffect, selected, skew_effect
@@ -29,8 +31,10 @@ from kvjax.analysis.viewer import Viewer, show
 __all__ = [
     "AccumulatedAttention",
     "AttentionStd",
+    "HeadGates",
     "InputCosine",
     "MissRate",
+    "Passkeys",
     "Retained",
     "RetrievalScores",
     "Selected",
@@ -43,10 +47,12 @@ __all__ = [
     "density_weights",
     "divided",
     "entropy_weights",
+    "head_gates",
     "input_cosine",
     "jaccard",
     "keys_for_mass",
     "miss_rate",
+    "passkeys",
     "plots",
     "retained",
     "retrieval_heads",

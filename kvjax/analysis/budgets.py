@@ -1,68 +1,88 @@
-"""Budgets of layers from a model's attention on a text (D2O, arXiv:2406.13035; ZigZagKV, arXiv:2412.09036)."""
+"""Budgets from a model's attention on a text (D2O, arXiv:2406.13035; ZigZagKV, 2412.09036; DuoAttention)."""
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.analysis.full_cache import _add_mass, keys_for_mass
+from kvjax.analysis.gates import head_gates
 from kvjax.analysis.scan import over_tiles
-from kvjax.arguments import MIN_SLOTS, choice_argument, count_argument
+from kvjax.arguments import MIN_SLOTS, choice_argument, count_argument, did_you_mean, number_argument
 from kvjax.errors import InputError
 from kvjax.models.model import Model
 
 TIE = 1e-9  # parts of a slot that are less are rounding
 
 
+@overload
 def budgets(
     model: Model,
     tokens: ArrayLike,
     budget: int,
     *,
+    rule: Literal["density", "entropy"] = "density",
+    lengths: ArrayLike | None = None,
+    **options: Any,
+) -> tuple[int, ...]: ...
+
+
+@overload
+def budgets(
+    model: Model,
+    tokens: ArrayLike,
+    budget: float,
+    *,
+    rule: Literal["gates"],
+    lengths: ArrayLike | None = None,
+    **options: Any,
+) -> np.ndarray: ...
+
+
+def budgets(
+    model: Model,
+    tokens: ArrayLike,
+    budget: float,
+    *,
     rule: str = "density",
     lengths: ArrayLike | None = None,
-    share: float = 0.9,
-) -> tuple[int, ...]:
-    """Divides a number of slots among the layers by their attention on a text, which runs once under full attention.
+    **options: Any,
+) -> tuple[int, ...] | np.ndarray:
+    """Divides slots among layers, or chooses the heads that keep every token, by a model's attention on a text.
 
-    The result is the budget of a policy: ``h2o(budget=kvjax.analysis.budgets(model, tokens, 256))``. Its mean is
-    `budget`, and no layer gets fewer than 32 slots. Layers get whole slots by largest remainder; of equal remainders,
-    that of the lower layer comes first.
+    ``density`` and ``entropy`` run the text once under full attention. Their result is the budget of a policy:
+    ``h2o(budget=kvjax.analysis.budgets(model, tokens, 256))``. Its mean is `budget`, and no layer gets fewer than 32
+    slots. Layers get whole slots by largest remainder; of equal remainders, that of the lower layer comes first.
+    ``gates`` trains a number for each KV head, and its result is a table for `kvjax.policies.duo_attention`.
 
     Args:
       model: from `kvjax.load`.
       tokens: [B, T] or [T] int, rows padded at the end. Use texts as long as those that the budgets are for.
-      budget: the slots per KV head of the average layer.
+      budget: the slots per KV head of the average layer; of ``gates``, the share of the KV heads that keep every token.
       rule: ``density`` gives fewer slots to layers whose accumulated attention varies more between tokens
         (`density_weights`, D2O); ``entropy`` gives more slots to layers whose queries spread their attention over more
-        tokens (`entropy_weights`, ZigZagKV).
+        tokens (`entropy_weights`, ZigZagKV); ``gates`` is `head_gates` (DuoAttention).
       lengths: [B] real tokens of each row; None = all T.
-      share: of ``entropy``, the fraction of a query's attention.
+      options: of the rule: `share` of ``entropy``; `answers` and others of ``gates``, see `head_gates`.
 
     Returns:
-      L numbers of slots.
+      L numbers of slots; of ``gates``, [L, K] bool.
 
     Raises:
-      InputError: tokens or lengths that do not fit the model, an unknown rule, a budget below 32 slots, or a share
-        outside (0, 1].
+      InputError: tokens or lengths that do not fit the model, an unknown rule, a budget below 32 slots or a share of
+        heads outside [0, 1], or options that the rule does not have or that are not valid.
     """
-    budget = count_argument("budget", budget, minimum=MIN_SLOTS, error=InputError)
-    found = RULES[choice_argument("rule", rule, tuple(RULES), error=InputError)](model, tokens, lengths, share, budget)
-    return divided(found.weights, budget, least=found.least)
-
-
-class Divided(NamedTuple):
-    """How a rule divides slots.
-
-    Attributes:
-      weights: [L] float64, in proportion to which layers get slots.
-      least: the number of slots that every layer gets.
-    """
-
-    weights: np.ndarray
-    least: int
+    own = RULES[choice_argument("rule", rule, tuple(RULES), error=InputError)]
+    taken = inspect.signature(own).parameters
+    for name in options:
+        if name not in taken or name in ("model", "tokens", "budget", "lengths"):
+            raise InputError(f"rule {rule!r} has no option {name!r}; {did_you_mean(name, taken)}see kvjax.analysis.")
+    found: tuple[int, ...] | np.ndarray = own(model, tokens, budget, lengths=lengths, **options)
+    return found
 
 
 def density_weights(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None) -> np.ndarray:
@@ -161,14 +181,33 @@ def divided(weights: ArrayLike, budget: int, *, least: int = MIN_SLOTS) -> tuple
     return tuple(int(each) for each in whole)
 
 
-def _density(model: Model, tokens: ArrayLike, lengths: ArrayLike | None, share: float, budget: int) -> Divided:
-    return Divided(density_weights(model, tokens, lengths=lengths), MIN_SLOTS)
+def _slots(budget: object) -> int:
+    return count_argument("budget", budget, minimum=MIN_SLOTS, error=InputError)
 
 
-def _entropy(model: Model, tokens: ArrayLike, lengths: ArrayLike | None, share: float, budget: int) -> Divided:
+def _density(model: Model, tokens: ArrayLike, budget: int, *, lengths: ArrayLike | None) -> tuple[int, ...]:
+    budget = _slots(budget)
+    return divided(density_weights(model, tokens, lengths=lengths), budget)
+
+
+def _entropy(
+    model: Model, tokens: ArrayLike, budget: int, *, lengths: ArrayLike | None, share: float = 0.9
+) -> tuple[int, ...]:
+    budget = _slots(budget)
     # At least half of the mean.
-    return Divided(entropy_weights(model, tokens, lengths=lengths, share=share), max(MIN_SLOTS, -(-budget // 2)))
+    least = max(MIN_SLOTS, -(-budget // 2))
+    return divided(entropy_weights(model, tokens, lengths=lengths, share=share), budget, least=least)
+
+
+@functools.wraps(head_gates)
+def _gates(model: Model, tokens: ArrayLike, budget: float, answers: ArrayLike | None = None, **options: Any) -> Any:
+    budget = number_argument("budget", budget, minimum=0.0, maximum=1.0, error=InputError)
+    if answers is None:
+        raise InputError(
+            "rule 'gates' needs answers=, the tokens whose predictions must stay; see kvjax.analysis.passkeys."
+        )
+    return head_gates(model, tokens, answers, **options).heads(budget)
 
 
 #: The rules that `budgets` takes.
-RULES: dict[str, Callable[..., Divided]] = {"density": _density, "entropy": _entropy}
+RULES: dict[str, Callable[..., Any]] = {"density": _density, "entropy": _entropy, "gates": _gates}

@@ -41,6 +41,7 @@ PROJECTED = "projected"  # optional collection, index of a layer -> its queries,
 CHOICES = "choices"  # optional collection, index of a layer -> `Choice` of each group of heads
 SEEN = "seen"  # optional collection, index of a layer -> the operands of attention by group of heads, and `Streams`
 SHIFT = "shift"  # optional parameters of an attention, added to {"key": [B, K, n, D], "value": ...}, for gradients
+GATES = "gates"  # optional parameter of an attention, `kvjax.models.gates.Gates`, for prompts in one shot
 
 
 class Streams(NamedTuple):
@@ -175,7 +176,7 @@ class Attention(nn.Module):
 
         optional: Params = {
             name: self.get_variable("params", name)
-            for name in (SKEW, SIDES, SHIFT)
+            for name in (SKEW, SIDES, SHIFT, GATES)
             if self.has_variable("params", name)
         }
         to_query = projection("query", config.num_heads, "query_norm")
@@ -187,13 +188,15 @@ class Attention(nn.Module):
         if (shift := optional.get(SHIFT)) is not None:
             key, value = key + shift["key"], value + shift["value"]
         args = attention_args(config, self.kind, optional, None if hint is None else to_query(hint))
-        output, layer, seen = step_layer(layer, query, key, value, block=block, groups=groups, args=args)
+        output, after, seen = step_layer(layer, query, key, value, block=block, groups=groups, args=args)
+        if layer is None and (gates := optional.get(GATES)) is not None:
+            output = gates.blend(output, query, key, value, block, args)
         # [B, n, H * D]
         output = jnp.swapaxes(output, 1, 2).reshape(batch, n, config.num_heads * config.head_dim)
         output = sharding.constrain_heads(output, config.num_heads, enters=True)
         # [B, n, hidden]
         output = Linear(config.hidden_size, config.out_bias, self.dtype, name="out")(output)
-        return LayerOutput(output, layer, seen, x, (query, key, value))
+        return LayerOutput(output, after, seen, x, (query, key, value))
 
 
 class Layer(nn.Module):

@@ -69,7 +69,9 @@ def test_weights_against_whole_attention_matrices():
 def test_the_slots_of_a_rule(rule):
     model = tiny(layers=3).model
     weights, least = (expected_density(), 32) if rule == "density" else (expected_entropy(0.87), 51)
-    got = analysis.budgets(model, TOKENS, 101, rule=rule, lengths=LENGTHS, share=0.87)
+    got = analysis.budgets(
+        model, TOKENS, 101, rule=rule, lengths=LENGTHS, **({"share": 0.87} if rule == "entropy" else {})
+    )
     assert got == expected_slots(weights, 101, least) and sum(got) == 303 and len(set(got)) > 1
     run = kvjax.log_likelihood(model, random_tokens(1, 150), policies.h2o(got), prompt_length=130)
     live = [np.sum(np.asarray(layer.position) >= 0, axis=2) for (layer,) in run.state.layers]
@@ -109,6 +111,9 @@ def test_text_that_says_nothing_divides_evenly():
         (lambda model: analysis.budgets(model, TOKENS, 31), "budget must be a whole number of at least 32; got 31"),
         (lambda model: analysis.budgets(model, TOKENS, 0.2), "budget must be a whole number"),
         (lambda model: analysis.budgets(model, TOKENS, 64, rule="flat"), "rule='flat' is not valid; use 'density'"),
+        (lambda model: analysis.budgets(model, TOKENS, 64, share=0.5), "rule 'density' has no option 'share'"),
+        (lambda model: analysis.budgets(model, TOKENS, 0.5, rule="gates"), "rule 'gates' needs answers="),
+        (lambda model: analysis.budgets(model, TOKENS, 64, rule="gates"), "budget must be a number from 0 to 1"),
         (lambda model: analysis.budgets(model, TOKENS, 64, rule="entropy", share=0), "share must be a number above 0"),
         (lambda model: analysis.divided([1.0, 0.0], 64), "one positive number for each layer"),
         (lambda model: analysis.divided([], 64), "one positive number for each layer"),
