@@ -41,6 +41,7 @@ def get_config() -> LeaderboardConfig:
             "lagkv",
             "leverage",
             "cur",
+            "matched",
             "caote(h2o)",
             "value_aware(h2o)",
             "snapkv(window=16)",

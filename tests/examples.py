@@ -19,7 +19,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "gkv": {"every": 1, "window": 2}, "vase": {"every": 1, "sinks": 1, "kernel": 3},
     "vase_dkv": {"every": 1, "rank": 3, "sinks": 1},
     "expected_attention": {"future": 8, "sinks": 1},
-    "lagkv": {"lag": 2, "sinks": 1}, "leverage": {}, "cur": {"block": 3, "sinks": 1},
+    "lagkv": {"lag": 2, "sinks": 1}, "leverage": {}, "cur": {"block": 3, "sinks": 1}, "matched": {},
     "fifo": {}, "lru": {"sinks": 1}, "counter": {},
 }  # fmt: skip
 STORAGES: dict[str, dict[str, Any]] = {

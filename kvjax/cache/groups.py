@@ -60,6 +60,7 @@ class Group:
       reasons: why no faster kernel runs, and why slots are not divided.
       shares: where heads share their layer's slots, the slots of the average head when the longest prompt ends, and the
         most that a head can get of them; None = each head has a number of slots of its own.
+      most_left: of a prompt, the most slots of a head that a compressor that changes them leaves; otherwise None.
       prompt_index: of a prompt, the selection of the decoding phase, if it adds up the prompt's queries and keys.
       decode_group: of a one-shot prompt, the group of the decoding phase, into whose arrays each layer moves its slots.
     """
@@ -82,6 +83,7 @@ class Group:
     by_xla: bool = False
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     shares: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
+    most_left: int | None = None
     prompt_index: Selection | None = None
     decode_group: "Group | None" = None
 

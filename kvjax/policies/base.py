@@ -108,7 +108,7 @@ class Evict(Policy):
             object.__setattr__(self, "budget", as_budget(self.budget))
         object.__setattr__(self, "page", count_argument("page", self.page, minimum=1))
         shared = self.budget is not None and self.budget.shared
-        if self.page > 1 and (self.merge is not None or self.when != "step" or shared):
+        if self.page > 1 and (self.folding is not None or self.when != "step" or shared):
             raise PolicyError(
                 "whole pages are evicted at every step, without a merge and with one budget for all heads."
             )
@@ -143,6 +143,11 @@ class Evict(Policy):
         """The names of statistics that attention does not report, [B, K, S] float32."""
         own = tuple(each.name for each in self.rounds if each.per_slot)
         return (*(self.merge.remembers if self.merge else ()), *own)
+
+    @property
+    def folding(self) -> Merge | None:
+        """The merge, if it folds evicted pairs into others."""
+        return self.merge if self.merge is not None and self.merge.folds else None
 
     @property
     def memory(self) -> tuple[RowMemory, ...]:

@@ -50,6 +50,9 @@ class View(NamedTuple):
       frame: how `key` is rotated; None where slots are divided over devices, and in kernels.
       memory: name of a `RowMemory` -> its arrays [B, K, ...].
       scale: factor of the logits.
+      soft_cap: of the logits, see `kvjax.attention.problem`; None = there is none.
+      window: the layer's sliding window; None = queries see all slots.
+      most_left: the most slots of a head that a compressor leaves of a prompt; None = not known.
     """
 
     position: Array
@@ -64,6 +67,9 @@ class View(NamedTuple):
     frame: KeyFrame | None = None
     memory: Mapping[str, Mapping[str, Array]] = MappingProxyType({})
     scale: float = 1.0
+    soft_cap: float | None = None
+    window: int | None = None
+    most_left: int | None = None
 
     @property
     def live(self) -> Array:
@@ -252,11 +258,13 @@ class Merge:
         of all devices. What it reduces over the slots that stay must be reduced over devices too, by the functions of
         `kvjax.parallel.slot_reductions` or `kvjax.policies.nearest`, and must not change if the tokens that every
         device knows are counted once for each device, which a maximum does not and a sum does.
+      folds: whether `fold` is called; False = evicted pairs are dropped, and only `log_weight` is used.
     """
 
     needs: frozenset[str | Statistic] = frozenset()
     remembers: tuple[str, ...] = ()
     over_devices: bool = False
+    folds: bool = True
 
     def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
         """Folds the victims into the slots that stay.
@@ -276,6 +284,10 @@ class Merge:
 
         [B, K, S] float32; None = 0 for every slot.
         """
+        return None
+
+    def afterwards(self) -> "Merge | None":
+        """Returns the merge that decoding needs after a compressor with this merge; None = none."""
         return None
 
 

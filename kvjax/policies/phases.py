@@ -171,6 +171,11 @@ class Phases(Policy):
                 raise PolicyError(
                     f"{call}: {field} {first!r} and {second!r} differ; both share one cache and one attention."
                 )
+        if one.merge is not None and two.merge is not None:
+            raise PolicyError(
+                f"{call}: {one.name} leaves slots of different weights, which the merge of {two.name} would average as "
+                "if they were equal; leave out its merge."
+            )
         if two.importance.shared_by_heads and not whole:
             raise PolicyError(
                 f"{call}: its heads must all hold the same positions, and a "

@@ -25,11 +25,13 @@ class Queries(NamedTuple):
       rotated: [B, K, G, n, D] float32, rotated to their positions in the text.
       unrotated: [B, K, G, n, D] float32.
       position: [B, n] int32, -1 = padding, which is at a row's end.
+      prompt: [B] int32 tokens of each row's prompt; None = not known.
     """
 
     rotated: Array
     unrotated: Array
     position: Array
+    prompt: Array | None = None
 
 
 class RowMemory:
@@ -45,6 +47,13 @@ class RowMemory:
     @property
     def name(self) -> str:
         return repr(self)
+
+    def bound(self, longest: int, queries: int) -> "RowMemory":
+        """Returns the memory for prompts of up to `longest` tokens and `queries` query heads per KV head.
+
+        It has the same name.
+        """
+        return self
 
     def empty(self, shape: tuple[int, int, int], dim: int) -> dict[str, Array]:
         """Returns the arrays [B, K, ...] before the first token.
@@ -142,3 +151,65 @@ class QueryMoments(RowMemory):
             joint = change[..., :, None] * change[..., None, :] * (memory["count"] * share)[..., None, None]
             made["scatter"] = memory["scatter"] + scatter + joint
         return made
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptQueries(RowMemory):
+    """Remembers the queries of evenly spaced positions of the prompt, rotated to their positions.
+
+    With G query heads per KV head and a prompt of n tokens, these are the queries of all G heads at p = min(n,
+    max(1, ⌊number / G⌋)) positions ⌊i·n / p⌋ - 1, i = 1..p: at all positions, or at p of them, the last included.
+
+    Arrays: ``query`` [B, K, G, p, D] float32, and ``position`` [B, K, p] int32, -1 = none yet.
+
+    Attributes:
+      number: the most queries of a KV head.
+      longest: the most tokens of a prompt, beyond which no room is needed; None = not known.
+    """
+
+    number: int = 4096
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", count_argument("number", self.number, minimum=1))
+
+    @property
+    def name(self) -> str:
+        return f"PromptQueries({self.number})"
+
+    def bound(self, longest: int, queries: int) -> RowMemory:
+        return dataclasses.replace(self, longest=longest)
+
+    def _room(self, group: int) -> int:
+        """Returns the most positions that are remembered."""
+        room = max(1, self.number // group)
+        return room if self.longest is None else min(room, self.longest)
+
+    def empty(self, shape: tuple[int, int, int], dim: int) -> dict[str, Array]:
+        room = self._room(shape[2])
+        return {
+            "query": jnp.zeros((*shape, room, dim), jnp.float32),
+            "position": jnp.full((*shape[:2], room), -1, jnp.int32),
+        }
+
+    def update(self, memory: Arrays, queries: Queries) -> dict[str, Array]:
+        assert queries.prompt is not None
+        room, n = memory["position"].shape[2], queries.position.shape[1]
+        # [B, p]: the positions that are remembered in the end
+        number = jnp.arange(1, room + 1, dtype=jnp.int32)
+        length = queries.prompt[:, None]
+        count = jnp.clip(length, 1, room)
+        # ⌊i·n / p⌋ without the product, which may exceed int32
+        wanted = number * (length // count) + number * (length % count) // count - 1
+        wanted = jnp.where(number <= jnp.minimum(length, room), wanted, -1)
+        # [B, p]: their places among the step's tokens, whose positions are consecutive
+        place = wanted - queries.position[:, :1]
+        last = jnp.sum(queries.position >= 0, axis=1, keepdims=True, dtype=jnp.int32)
+        here = (wanted >= 0) & (place >= 0) & (place < last)
+        index = jnp.clip(place, 0, n - 1)
+        # [B, K, G, p, D]
+        own = jnp.take_along_axis(queries.rotated, index[:, None, None, :, None], axis=3)
+        return {
+            "query": jnp.where(here[:, None, None, :, None], own, memory["query"]),
+            "position": jnp.where(here[:, None], wanted[:, None], memory["position"]),
+        }

@@ -25,7 +25,7 @@ OWN_ARGUMENTS: dict[str, dict[str, Any]] = {
     **{name: {"recent": 1} for name in ("h2o", "h2o_decay", "scissorhands", "mean_attention", "lru", "counter")},
     "tova": {"share_heads": False},
 }
-COMPRESSORS = ("snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur")
+COMPRESSORS = ("snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "matched")
 EVICTION = [name for name in POLICIES if name not in COMPRESSORS and name != "full"]
 ORDERS = ("strided", "fixed", "lru", "lagkv", "vase")  # their importances only order the slots
 

@@ -163,6 +163,7 @@ KINDS = {
     "keys": (
         "knorm", "keydiff", "expected_attention", "rkv", "morphkv", "gkv", "vase", "vase_dkv", "lagkv", "leverage",
         "cur",
+        "matched",
     ),
     "pages": ("by_page", "by_page(counter)"),
 }  # fmt: skip
@@ -304,5 +305,5 @@ def test_the_registries_are_covered():
     assert set(STORAGES) - OTHERS == {name for case in CASES for name in case.codecs} == {"dense", *CODECS}
     assert set(SELECTIONS) - {"infinigen"} == set(LOOKS) == {case.look for case in CASES}
     met = set().union(*(case.covers() for case in CASES))
-    reads = {name for name in OURS if "+" not in name} - {"h2o[masked]"}
+    reads = {name for name in OURS if "+" not in name} - {"h2o[masked]", "matched"}
     assert {pair for name in reads for pair in pairs([("policy", name), ("look", "optimal")])} < met

@@ -98,7 +98,7 @@ def trace(spec: CacheSpec, block: int | None) -> None:
 #: Policies under which a row keeps every token that it has decoded.
 APPENDING = {
     "full", "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "adakv",
-    "value_aware", "chunkkv", "knorm@cache", "h2o[masked]", "h2o[global]", "h2o[local]",
+    "matched", "value_aware", "chunkkv", "knorm@cache", "h2o[masked]", "h2o[global]", "h2o[local]",
 }  # fmt: skip
 HIDING = {"h2o[masked]", "h2o[global]", "h2o[local]"}
 
@@ -112,17 +112,17 @@ ALIKE = {
 
 def does_not_compose(name: str, held: str, block: int | None) -> bool:
     """Whether STORAGE.md's table refuses a policy with a storage."""
-    merges, own = "+" in name or name == "razor_attention", STORAGE[held]
+    merges, own = "+" in name or name in ("razor_attention", "matched"), STORAGE[held]
     block = None if name in ("h2o[global]", "h2o[local]") else block  # of whole texts
     return any((
         # A residual is no part of a page, and merges are on the device.
         name == "by_page" and own.new_tokens_separate and own.kept_exact,
-        held == "host" and merges,
+        held == "host" and merges and not (name == "matched" and block is None),  # which changes values of a prompt
         # Channels and bases are of rotated keys, of which nothing is whole; prompts in blocks have no end to look from.
         own.shortened and (merges or POLICY[name].positions == "cache"),
         held == "think" and block is not None,
         # Tokens that were encoded together stay together.
-        held in ("kivi", "gear", "kvarn", "zipcache") and name not in APPENDING,
+        held in ("kivi", "gear", "kvarn", "zipcache") and (merges or name not in APPENDING),
         held in ("gear", "zipcache") and block is not None,
         # A low tier holds what is evicted, if anything is; its balancer is made from a whole prompt.
         held == "mikv" and (merges or block is not None or name in HIDING or name == "full"),

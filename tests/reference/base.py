@@ -82,6 +82,7 @@ class Policy:
     `by_layer`: (b, prompt length, number of layers) -> the slots of every layer, where they follow from b.
     `shares`: the layer's heads -> which slots each keeps and the narrowest decision, where heads share a budget.
     `then`: who goes on after the prompt.
+    `fits`: what is kept, [S] bool, when something goes -> the values [S, D] and log-weights [S] of these slots.
     `compensates`: the position whose slot becomes the mean of all that was evicted, and weighs as much.
     `by_head`: layer -> KV head -> the policy it is under.
     `first_layer`: layers before it keep every token.
@@ -101,6 +102,7 @@ class Policy:
     by_layer: Callable[[int, int, int], list[int]] | None = None
     shares: Callable[[list[View]], list[tuple[Array, float]]] | None = None
     then: Policy | None = None
+    fits: Callable[[View, Array], tuple[Array, Array]] | None = None
     hides: str | None = None
     hidden_recent: int | None = None
     compensates: int | None = None

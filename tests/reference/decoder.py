@@ -103,7 +103,9 @@ def _run_row(
             policy = policy.then or full(positions=policy.positions)
             budgets = [policy.slots(layer, prompt_length, count) for layer in range(count)]
             for head in itertools.chain(*layers):
-                head.stats = {name: head.stats[name] for name in policy.statistics}
+                # The weights of slots belong to them, whoever decodes.
+                held = {*policy.statistics, "log_weight"}
+                head.stats = {name: stat for name, stat in head.stats.items() if name in held}
         may_evict = stop == prompt_length or not policy.at_prompt_end_only
         limits = budgets if may_evict else unlimited
         logits = _forward(params, config, tokens[start:stop], start, layers, policy, limits, prompt_length)

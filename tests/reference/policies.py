@@ -32,6 +32,7 @@ from tests.reference.eviction import (
     tova,
     window,
 )
+from tests.reference.matched import matched
 from tests.reference.queries import expected_attention, morphkv, rkv
 from tests.reference.rounds import gkv
 from tests.reference.scores import caote, cur, lagkv, leverage, phases, value_aware
@@ -115,6 +116,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "lagkv": lagkv,
     "leverage": leverage,
     "cur": cur,
+    "matched": matched,
 }
 COMBINATORS: dict[str, Callable[..., Policy]] = {
     "with_heavy_hitters": with_heavy_hitters,

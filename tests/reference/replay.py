@@ -204,7 +204,8 @@ def _row(storage: Given, tokens: list[Array], n: int, policy: Policy, theta, loo
             policy = policy.then or full(positions=policy.positions)
             budget = policy.slots(0, n)
             for slots in layer:
-                slots.head.stats = {name: slots.head.stats[name] for name in policy.statistics}
+                held = {*policy.statistics, "log_weight"}
+                slots.head.stats = {name: stat for name, stat in slots.head.stats.items() if name in held}
         query, key, value = (x[start:stop] for x in tokens)
         position = np.arange(start, stop)
         if theta is not None and policy.positions == "original":
@@ -240,7 +241,7 @@ def _row(storage: Given, tokens: list[Array], n: int, policy: Policy, theta, loo
                 ended = Ended(query[:, index], key[:, index], slots.head.position, value[:, index])
                 own = stores[index] = own.made(ended)
             if isinstance(own, Storage):
-                _merge(own, slots, all_of_them, fold)
+                _merge(own, slots, all_of_them, _refitted if policy.fits else fold)
                 _settle(own, slots)
             else:
                 own.settle(slots, stop >= n or not policy.at_prompt_end_only)
@@ -309,6 +310,10 @@ def _merge(storage: Storage, slots: Slots, before: Tokens, fold: Fold | None) ->
     for slot in np.flatnonzero(took):
         if int(head.position[slot]) in slots.coded:
             _encode(storage, slots, slot)
+
+
+def _refitted(kept: Tokens, gone: Tokens) -> None:
+    """The eviction has changed the values already."""
 
 
 def _settle(storage: Storage, slots: Slots) -> None:

@@ -188,6 +188,8 @@ def attend(
     if shown is not None:
         sees = sees & shown
     scores = np.einsum("ngd,sd->gns", query, keys) / math.sqrt(keys.shape[-1])
+    if "log_weight" in head.stats:
+        scores = scores + head.stats["log_weight"]
     for standing, tokens in head.stands_for.items():
         scores = scores + np.where(head.position == standing, math.log(len(tokens)), 0.0)
     scores = np.where(sees, scores, -np.inf)
@@ -241,7 +243,9 @@ def evict(
             due = policy.page > 1 or len(view.position) >= limit + policy.every
             everything = (np.ones(len(view.position), bool), math.inf)
             choices.append(kept(policy.rank(view), view.position, limit) if due else everything)
-    for head, (keep, gap) in zip(heads, choices, strict=True):
+    for head, view, (keep, gap) in zip(heads, views, choices, strict=True):
+        if policy.fits is not None and not keep.all():
+            head.value, head.stats["log_weight"] = policy.fits(view, keep)
         if policy.compensates is not None and not keep.all():
             compensate(head, keep, policy.compensates)
         head.key, head.value = head.key[keep], head.value[keep]

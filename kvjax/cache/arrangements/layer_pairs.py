@@ -41,7 +41,9 @@ class PairArrangement(Arrangement):
         if branch.heads is not None:
             return "two layers are stored together, but the policy treats heads or layers differently; use one for all."
         if merges(branch):
-            return "a merge changes tokens of one layer, but two layers are stored together; leave out merge."
+            return (
+                "a merge changes tokens of one layer, but two layers are stored together; leave out merge or matched."
+            )
         if branch.decode.budget is not None:
             return (
                 "it evicts tokens of one layer while decoding, but two layers are stored together; use full, a prompt "

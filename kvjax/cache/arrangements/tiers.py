@@ -53,7 +53,10 @@ class TierArrangement(Arrangement):
 
     def refuses(self, spec: "CacheSpec", branch: "Branch", sizes: "Sizes", layers: int) -> str | None:
         if merges(branch):
-            return "a merge folds evicted tokens into kept ones, but a low tier keeps evicted tokens; leave out merge."
+            return (
+                "a merge folds evicted tokens into kept ones, but a low tier keeps evicted tokens; leave out merge or "
+                "matched."
+            )
         if not branch.selection.reads_all:
             return (
                 f"selection={branch.selection!r} hides or chooses slots of one tier; leave it out, or use a storage of "

@@ -33,6 +33,8 @@ def refuses(group: Group) -> str | None:
     policy = group.policy
     if policy.merge is None:
         return None
+    if not policy.merge.folds:
+        return f"the slots of policy {policy.name} have weights that a compressor gave them"
     if not policy.merge.over_devices:
         return f"the merge of {policy.name} compares what is evicted with all slots"
     if group.storage.frame == UNROTATED:

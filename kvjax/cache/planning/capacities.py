@@ -23,11 +23,7 @@ def capacities(
     over = branch.decode.every - 1
 
     def up(slots: int, policy: Evict) -> int:
-        return (
-            slots_bucket(slots)
-            if sizes.rounded and policy.budget is not None and policy.budget.follows_prompt
-            else slots
-        )
+        return _rounded(slots, policy, sizes)
 
     if branch.decode.budget is not None and branch.decode.budget.beyond_prompt:
         assert then is not None
@@ -53,6 +49,20 @@ def capacities(
     if branch.decode.page > 1:
         return whole, _in_pages(max(left, then), 1, branch.decode.page, total)
     return whole, max(left + room, min(up(then + over + room, branch.decode), total))
+
+
+def _rounded(slots: int, policy: Evict, sizes: Sizes) -> int:
+    """Returns a number of slots that many batches share, if the policy's budget follows prompts."""
+    follows = policy.budget is not None and policy.budget.follows_prompt
+    return slots_bucket(slots) if sizes.rounded and follows else slots
+
+
+def most_left(branch: Branch, budget: int | None, kv_heads: int, sizes: Sizes) -> int | None:
+    """Returns `Group.most_left`; for the arguments see `shares`."""
+    policy = branch.prompt
+    if budget is None or policy.budget is None or policy.when == "step" or policy.merge is None:
+        return None
+    return _rounded(_left(policy, budget, kv_heads, sizes), policy, sizes)
 
 
 def _left(policy: Evict, budget: int, kv_heads: int, sizes: Sizes) -> int:

@@ -83,7 +83,7 @@ def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None
     if not storage.shortened:
         return None
     if any(policy.merge is not None for policy in (branch.prompt, branch.decode)):
-        return "a merge adds up whole vectors, but this storage holds shorter ones; leave out merge."
+        return "a merge adds up whole vectors, but this storage holds shorter ones; leave out merge or matched."
     if type(selection).restore is not Selection.restore:
         return (
             f"selection={selection!r} restores keys of all features, but this storage holds shorter ones; use another "
@@ -101,7 +101,7 @@ def _refuses_joint(heads: int, branch: Branch, kv_heads: int) -> str | None:
         )
     for policy in (branch.prompt, branch.decode):
         if policy.merge is not None:
-            return "a merge changes a single head, but heads are stored together; leave out merge."
+            return "a merge changes a single head, but heads are stored together; leave out merge or matched."
         if named_policy := per_head_positions(policy):
             return (
                 f"{heads} KV heads are stored together and must keep the same positions, but under the policy "
@@ -125,7 +125,7 @@ def _refuses_host(spec: CacheSpec, branch: Branch, sizes: Sizes) -> str | None:
     """Returns why a pool cannot be in host memory, as a sentence; None if it can."""
     # A prompt in one shot is on the device.
     policies = (branch.decode,) if sizes.block is None else (branch.prompt, branch.decode)
-    if any(policy.merge is not None for policy in policies):
+    if any(policy.folding is not None for policy in policies):
         return "a merge changes slots anywhere in a pool, which must be on the device; use memory='device'."
     if branch.selection.reads_all:
         # Every slot moves to the device in each step, where a policy may look at it too.

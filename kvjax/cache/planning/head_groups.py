@@ -8,6 +8,7 @@ from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Evict, Policy, keep
 from kvjax.policies.budget import Budget, Fraction, Slots
+from kvjax.policies.components import Merge
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.layers import SplitLayers
@@ -110,13 +111,16 @@ def branches_of(policy: Policy, selection: Selection, config: DecoderConfig) -> 
         case Evict(when="step"):
             return [Branch(None, policy, policy, policy.every == 1, selection)]
         case Evict():
-            append = Evict(importance=keep, budget=None, positions=policy.positions, name="append")
+            append = Evict(
+                importance=keep, budget=None, positions=policy.positions, merge=_after(policy), name="append"
+            )
             return [Branch(None, policy, append, True, selection)]
         case Phases():
             # If the two policies reduce differently, one of them needs no attention.
             reduce = policy.group_reduce
             first = dataclasses.replace(policy.prompt, group_reduce=reduce)
-            decode = dataclasses.replace(policy.decode, group_reduce=reduce)
+            merge = _after(policy.prompt) or policy.decode.merge
+            decode = dataclasses.replace(policy.decode, group_reduce=reduce, merge=merge)
             # The ranks of slots follow from a policy that evicts one slot in each step if no other chose the slots.
             one = policy.positions == "original" and decode.every == 1 and _has_room(first.budget, decode.budget)
             return [Branch(None, first, decode, one, selection)]
@@ -127,6 +131,11 @@ def branches_of(policy: Policy, selection: Selection, config: DecoderConfig) -> 
         case SplitLayers():
             return _split_layers(policy, selection, config)
     raise PolicyError(f"{policy!r} is not a policy; make one with kvjax.policies, such as h2o(budget=256).")
+
+
+def _after(compressor: Evict) -> Merge | None:
+    """Returns the merge of the policy that decodes after a compressor."""
+    return None if compressor.merge is None else compressor.merge.afterwards()
 
 
 def _has_room(before: Budget | None, after: Budget | None) -> bool:

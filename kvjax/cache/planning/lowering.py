@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from kvjax.attention import Implementation
 from kvjax.cache.arrangements import arrangement_of
 from kvjax.cache.groups import Group
-from kvjax.cache.planning.capacities import capacities, extent_of, newest_stay, shares, split_stores
+from kvjax.cache.planning.capacities import capacities, extent_of, most_left, newest_stay, shares, split_stores
 from kvjax.cache.planning.compatibility import check
 from kvjax.cache.planning.declared import check_names, check_policy, check_selection, check_storage
 from kvjax.cache.planning.head_groups import Branch, branches_of, by_head, group_by_storage
@@ -298,8 +298,9 @@ def _groups(
     prompt_index = selection if selection.watches else None
     needs = branch.decode.needs | spec.storage.needs
     check_names(branch.decode.name, needs | branch.prompt.needs | branch.selection.needs)
-    memory = tuple(each for each in branch.decode.memory if not each.per_slot)
-    both = tuple(dict.fromkeys((*memory, *(each for each in branch.prompt.memory if not each.per_slot))))
+    memory = tuple(each.bound(sizes.prompt, queries) for each in branch.decode.memory if not each.per_slot)
+    early_memory = (each.bound(sizes.prompt, queries) for each in branch.prompt.memory if not each.per_slot)
+    both = tuple(dict.fromkeys((*memory, *early_memory)))
     array_sizes = extent_of(spec, branch, sizes)
     stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, array_sizes)
     arrangement = arrangement_of(storage)
@@ -319,6 +320,7 @@ def _groups(
         heads=heads, storage=spec.storage, policy=branch.prompt.traced(), selection=early,
         needs=needs | branch.prompt.needs, array_sizes=array_sizes, memory=both, queries=queries if both else 1,
         slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets),
+        most_left=most_left(branch, budgets[0], own_heads, sizes),
         prompt_index=prompt_index, decode_group=arrangement.prompt_end(after) if sizes.block is None else None,
     )  # fmt: skip
     return kernels.prompt(before, own_heads), after

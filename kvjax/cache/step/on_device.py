@@ -86,7 +86,7 @@ def step(
     # XLA removes the frequencies unless the policy rotates keys.
     frequencies = None if rope is None else rope.frequencies(block.total)
     frame = KeyFrame(group.policy.positions == "original", rope, frequencies)
-    queries_seen = QueryView(frame, memory, inputs.scale)
+    queries_seen = QueryView(frame, memory, inputs.scale, args.soft_cap, args.window)
     after, moved, memory = finish(pool, per_slot, block, group, budget, inputs.rotation, made, queries_seen)
     after = after.replace(stats=moved.stats, index=index | moved.index, memory=memory)
     # The slots of a prompt in one shot are in the arrays of the decoding phase.
@@ -119,7 +119,7 @@ def _remembered(
         turn = rope.rotate if group.policy.positions == "cache" else rope.unrotate
         other = turn(flat, block.position, frequencies).reshape(query.shape)
         rotated, unrotated = (other, query) if group.policy.positions == "cache" else (query, other)
-    queries = Queries(rotated, unrotated, block.position)
+    queries = Queries(rotated, unrotated, block.position, block.prompt)
     made = {}
     for each in group.memory:
         before = each.empty((batch, kv_heads, query.shape[2]), dim) if layer is None else layer.memory[each.name]

@@ -33,11 +33,15 @@ class QueryView(NamedTuple):
       frame: how the keys that it ranks are rotated.
       memory: see `LayerKV.memory`, after the step's own queries.
       scale: factor of the logits.
+      soft_cap: of the logits, or None.
+      window: the layer's sliding window, or None.
     """
 
     frame: KeyFrame | None = None
     memory: Mapping[str, Mapping[str, Array]] = MappingProxyType({})
     scale: float = 1.0
+    soft_cap: float | None = None
+    window: int | None = None
 
 
 def finish(
@@ -84,11 +88,11 @@ def finish(
                 stats = stats | {each.name: remembered[each.name]}
             else:
                 memory[each.name] = {NUMBER: remembered[each.name]}
-        if policy.merge is not None:
+        if (merge := policy.folding) is not None:
             key, value = _ranked(pool, group, rotation, made)
             max_victims = n if group.evicts_one else position.shape[2]
             view = _view(pool, key, value, block, group, budget, seen)
-            folded = policy.merge.fold(key, value, victim, stats, view, max_victims)
+            folded = merge.fold(key, value, victim, stats, view, max_victims)
             stats = folded.stats
             layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, rotation)
         if own is None or not group.arrangement.holds_victims:
@@ -133,6 +137,9 @@ def _view(
         frame=seen.frame,
         memory=seen.memory,
         scale=seen.scale,
+        soft_cap=seen.soft_cap,
+        window=seen.window,
+        most_left=group.most_left,
     )
 
 
