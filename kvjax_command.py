@@ -42,6 +42,7 @@ COMMANDS = {
         "paper": Command("experiments.paper", "measure tables and figures of H2O, RoCo and InfiniGen by name"),
         "read-fraction": Command("experiments.read_fraction", "measure recall by the share of slots that are read"),
         "train": Command("experiments.train", "train a small decoder, and export it as a Hugging Face folder"),
+        "tune": Command("experiments.tune", "fine-tune a model through a cache, and measure the gap to the full cache"),
         "card": Command("experiments.card", "score a trained model, and write its model card"),
     },
     "Speed and memory": {

@@ -116,7 +116,7 @@ def find_shared() -> Path | None:
 LONG = (
     "test_sharding.py", "test_context.py", "test_models.py", "test_slots.py", "test_pairs.py",
     "test_storage_conformance.py", "test_conformance.py", "test_train.py", "test_pretrained.py", "test_step_tpu.py",
-    "test_host_memory.py",
+    "test_host_memory.py", "test_tune.py",
     "test_products.py", "test_compare.py", "test_gradients.py", "test_notebook.py", "test_prefill_tpu.py",
     "test_fused_step.py", "test_joint.py", "test_kvquant.py", "test_gear.py", "test_segments.py",
     "test_worked_examples.py", "test_offload.py", "test_pools.py", "test_generate_tpu.py", "test_bench.py",

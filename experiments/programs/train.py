@@ -226,7 +226,7 @@ class Diverged(KvjaxError):
 class Log:
     """JSON lines, one an event; those of steps that are about to be repeated are dropped. The first process writes."""
 
-    def __init__(self, path: Path, start: int, config: TrainConfig, writers: Sequence[str] = ()):
+    def __init__(self, path: Path, start: int, config: fields.Config, writers: Sequence[str] = ()):
         self.path = path if distributed.is_first() else None
         named = writers if distributed.is_first() else ()
         self._metrics = Metrics(named, path.parent, config.name, fields.to_dict(config), start)

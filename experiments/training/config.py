@@ -3,7 +3,7 @@
 import dataclasses
 import glob
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from experiments import fields
 from experiments.fields import Count, Counts, Names, Number, Numbers, OptionalCount, Text, Whole
@@ -249,7 +249,14 @@ def stage(config: TrainConfig, step: int) -> int:
     return sum(step >= end for end in config.stage_ends)
 
 
-def files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
+class NamesTexts(Protocol):
+    """A config that names texts; see `TrainConfig` for its fields."""
+
+    texts: Names
+    held_out: Names
+
+
+def files(config: NamesTexts) -> tuple[list[Path], list[Path]]:
     """Files for training, and for evaluation.
 
     Raises:

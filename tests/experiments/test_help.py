@@ -21,7 +21,7 @@ from kvjax.specs import names
 
 #: Modules whose `main` takes a command line that begins with the program's name.
 PROGRAMS = (
-    "run", "sweep", "train", "paper", "leaderboard", "capacity", "calibrate", "skew", "read_fraction", "card",
+    "run", "sweep", "train", "tune", "paper", "leaderboard", "capacity", "calibrate", "skew", "read_fraction", "card",
     "lm_eval_tasks", "batch.__main__", "bench.__main__",
 )  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""Parts of `python -m experiments.tune`: settings, trained parameters, windows of texts, evaluation, report."""
