@@ -20,8 +20,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "vase_dkv": {"every": 1, "rank": 3, "sinks": 1},
     "expected_attention": {"future": 8, "sinks": 1},
     "lagkv": {"lag": 2, "sinks": 1}, "leverage": {}, "cur": {"block": 3, "sinks": 1}, "matched": {},
+    "kvzip": {"chunk": 7, "sinks": 1},
     "fifo": {}, "lru": {"sinks": 1}, "counter": {},
 }  # fmt: skip
+#: Policies that a single layer cannot run: their prompts are run again by the whole model.
+REPLAYED = ("kvzip",)
 STORAGES: dict[str, dict[str, Any]] = {
     "dense": {}, "int8": {}, "int4": {}, "int2": {}, "integer": {"bits": 3, "group": 4}, "fp8": {}, "bfp": {},
     "mxfp4": {}, "nvfp4": {}, "levels": {}, "turboquant": {}, "rotated": {"codec": storage.int4()},

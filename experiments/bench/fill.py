@@ -53,21 +53,23 @@ def filled(
     layout, row = lowered.layout, jnp.asarray(prompts)
     kv_heads, dim = config.num_kv_heads, config.head_dim
 
-    @functools.partial(jax.jit, static_argnames=("before", "live"))
-    def make(key: jax.Array, before: Group, live: int) -> LayerKV:
+    @functools.partial(jax.jit, static_argnames=("before", "after", "live"))
+    def make(key: jax.Array, before: Group, after: Group, live: int) -> LayerKV:
         # [2, B, K, live, D]
         both = jax.random.normal(key, (2, batch, kv_heads, live, dim), dtype)
         position = jnp.broadcast_to(jnp.arange(context - live, context, dtype=jnp.int32), (batch, live))
         stats = empty_stats(before.needs, before.policy.remembers, (batch, kv_heads, live))
         # Sums of a prompt that a selection would have watched; their values do not change the time of a step.
         sums: Any = {} if before.prompt_index is None else before.prompt_index.start((batch, kv_heads), dim)
-        assert before.decode_group is not None
-        return convert(transient(both[0], both[1], position, stats, sums), before, before.decode_group, Prompt(row))
+        # A prompt that would be replayed has no other group to move its slots to.
+        then = before.decode_group or after
+        return convert(transient(both[0], both[1], position, stats, sums), before, then, Prompt(row))
 
     keys = jax.random.split(jax.random.key(0), config.num_layers)
     kept = [context if budget is None else min(int(np.max(budget)), context) for (budget,) in lowered.budgets.prompt]
     layers = tuple(
-        Layer((make(key, before, live),)) for key, (before,), live in zip(keys, layout.prompt, kept, strict=True)
+        Layer((make(key, before, after, live),))
+        for key, (before,), (after,), live in zip(keys, layout.prompt, layout.decode, kept, strict=True)
     )
     layers = jax.jit(functools.partial(shared_layers.join_prompts, phase=layout.decode))(layers)
     budget: Any = jax.tree.map(jnp.asarray, lowered.budgets.decode)

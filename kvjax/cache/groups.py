@@ -8,6 +8,7 @@ from kvjax.cache.arrangements import Arrangement, arrangement_of
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict
 from kvjax.policies.components import Everything
+from kvjax.policies.prompt_replay import Replay
 from kvjax.policies.row_memory import RowMemory
 from kvjax.policies.window import First, full
 from kvjax.selection.base import Selection
@@ -62,7 +63,10 @@ class Group:
         most that a head can get of them; None = each head has a number of slots of its own.
       most_left: of a prompt, the most slots of a head that a compressor that changes them leaves; otherwise None.
       prompt_index: of a prompt, the selection of the decoding phase, if it adds up the prompt's queries and keys.
-      decode_group: of a one-shot prompt, the group of the decoding phase, into whose arrays each layer moves its slots.
+      decode_group: of a one-shot prompt, the group of the decoding phase, into whose arrays each layer moves its slots;
+        None if the prompt is replayed first.
+      replay: of a prompt that is replayed when it ends, how; nothing is evicted before. None = it is not replayed.
+      replaying: whether the tokens of its steps are those of the replay, which are not kept.
     """
 
     heads: tuple[int, ...] | None = None
@@ -86,6 +90,8 @@ class Group:
     most_left: int | None = None
     prompt_index: Selection | None = None
     decode_group: "Group | None" = None
+    replay: Replay | None = None
+    replaying: bool = False
 
     @property
     def per_head(self) -> frozenset[str]:

@@ -21,7 +21,7 @@ from kvjax.cache.state import Block, KVState, Layer, LayerKV, stored_groups
 from kvjax.cache.step.interface import LayerArgs
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.step import step_layer
-from kvjax.errors import InputError, StorageError
+from kvjax.errors import InputError, PolicyError, StorageError
 from kvjax.inputs import check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
@@ -92,6 +92,10 @@ def replay(
     limits = Limits(width, max(steps, 1), shortest=int(lengths.min()))
     sizes = sizes_for(lengths, steps, width=width, block=prefill_block, limits=limits, last_fed=True)
     lowered = lower(spec, config, sizes, lengths, implementation="xla", dtype=prompt[2].dtype)
+    if lowered.layout.replay is not None:
+        raise PolicyError(
+            f"policy {policy.name}: it runs the prompt's tokens once more, and here there is no model to do so."
+        )
     given = prompt, decode, jnp.asarray(lengths, jnp.int32), lowered.budgets, sides
     output, layer = _run(*given, rope=rope, layout=lowered.layout)
     return output, layer[0] if len(layer) == 1 else layer

@@ -27,9 +27,11 @@ from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, Layer
 from kvjax.cache.step.prompt_end import Prompt, convert
+from kvjax.cache.step.prompt_replay import evict_prompt
 from kvjax.generation import compiling, prompt_reuse, prompt_store
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.program import program
+from kvjax.generation.prompt_replay import replayed
 from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
 from kvjax.models import layer_loop
 from kvjax.models.bound import bind, logprobs_of
@@ -327,7 +329,8 @@ def prefill_steps(
 
     if layout.block is None:
         kv, last, logprobs = run_block(None, 0, padded[:, :width], padded[:, 1 : width + 1])
-        kv = kv.replace(layers=shared_layers.join_prompts(kv.layers, layout.decode))
+        if layout.replay is None:
+            kv = kv.replace(layers=shared_layers.join_prompts(kv.layers, layout.decode))
     else:
         empty = empty_layers(layout.prompt, rows, config.num_kv_heads, config.head_dim, decoder.dtype)
         start = repeated(empty, layout.runs)
@@ -354,43 +357,54 @@ def prefill_steps(
         # [B, E]
         last = jnp.zeros((rows, config.embed_size), decoder.dtype)
         (kv, last), logprobs = jax.lax.scan(body, (kv, last), (starts, *blocks))
-        kv = kv.replace(layers=converted(kv, layout, config, params))
         # [B, count * step] or [B, 0]
         logprobs = logprobs.swapaxes(0, 1).reshape(rows, -1)
+    if layout.replay is not None:
+        kv = replayed(decoder, kv, padded[:, :-1], layout)
+    if layout.block is not None or layout.replay is not None:
+        kv = kv.replace(layers=converted(kv, layout, config, params))
     return decoder.logits(last), logprobs[:, :width], kv.replace(budget=decode_budget)
 
 
 def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: Params) -> Sequence[Layer]:
-    """Moves the slots of every group of heads from the arrays of the blocks of a prompt to those of the decoding phase.
+    """Moves the slots of every group of heads from the arrays of the prompt phase to those of the decoding phase.
+
+    Of prompts that have been replayed, slots are evicted first.
 
     Args:
-      kv: the cache after the last block.
+      kv: the cache after the last block, or the replay.
       layout: of the cache.
       config: the decoder.
       params: of the decoder.
     """
 
-    def one(index: int, layer: Layer, shared: tuple[PyTree, PyTree]) -> Layer:
-        """Converts a layer that is like the one of an index, whose queries and keys share other arrays."""
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+
+    def one(index: int, layer: Layer, own_parts: tuple[tuple[PyTree, PyTree], PyTree, Array]) -> Layer:
+        """Converts a layer that is like the one of an index, with arrays, budgets and a number of its own."""
+        shared, budgets, number = own_parts
         rope = config.kind(index).rope
         frequencies = None if rope is None else rope.frequencies(kv.total)
         made = []
-        for own, before, after in zip(layer, layout.prompt[index], layout.decode[index], strict=True):
+        for own, before, after, budget in zip(layer, layout.prompt[index], layout.decode[index], budgets, strict=True):
             # [K, D, D] and [K or 1, ...], of the group's heads
             skew, sides = rows_of(shared, after.heads)
-            group = convert(own, before, after, Prompt(kv.length, rope, frequencies, skew, sides))
+            prompt = Prompt(kv.length, rope, frequencies, skew, sides)
+            if before.replay is not None:
+                own = evict_prompt(own, before, budget, prompt, kv.total, number, scale)
+            group = convert(own, before, after, prompt)
             made.append(constrain_slots(group, after.per_head) if after.slot_axes else group)
         return Layer(made)
 
-    def shared_of(index: int) -> tuple[PyTree, PyTree]:
+    def parts_of(index: int) -> tuple[tuple[PyTree, PyTree], PyTree, Array]:
         own = params[f"layer_{index}"]["attention"]
-        return own.get(SKEW), own.get(SIDES)
+        return (own.get(SKEW), own.get(SIDES)), kv.budget[index], jnp.int32(index)
 
     def entry(index: int, layer: Layer | LayerStack) -> Layer | LayerStack:
         if isinstance(layer, Layer):
-            return one(index, layer, shared_of(index))
-        shared = jax.tree.map(lambda *each: jnp.stack(each), *(shared_of(index + i) for i in range(layer.count)))
-        return layer.map(functools.partial(one, index), shared)
+            return one(index, layer, parts_of(index))
+        parts = jax.tree.map(lambda *each: jnp.stack(each), *(parts_of(index + i) for i in range(layer.count)))
+        return layer.map(functools.partial(one, index), parts)
 
     entries = entries_of(kv.layers)
     starts = itertools.accumulate((len_of(each) for each in entries[:-1]), initial=0)

@@ -41,7 +41,7 @@ def can_reuse(store: PromptStore, model: Model, layout: CacheLayout, rows: int, 
       width: the number of tokens that prompts are padded to.
     """
     early = [group.selection for groups in layout.prompt for group in groups]
-    if layout.block is not None or not all(selection.reads_all for selection in early):
+    if layout.block is not None or layout.replay is not None or not all(selection.reads_all for selection in early):
         return False
     config, leaves = model.config, jax.tree.leaves(model.params)
     if model.mesh is not None or any(

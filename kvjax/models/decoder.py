@@ -27,6 +27,7 @@ from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.experts import Experts
 from kvjax.models.layer_loop import run_loop
 from kvjax.models.layers import Embed, Linear, Mlp, Norm, PositionEmbed
+from kvjax.models.output_gram import output_gram
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.sharding import Params
@@ -188,6 +189,11 @@ class Attention(nn.Module):
         if (shift := optional.get(SHIFT)) is not None:
             key, value = key + shift["key"], value + shift["value"]
         args = attention_args(config, self.kind, optional, None if hint is None else to_query(hint))
+        if any(group.replaying and group.replay is not None and group.replay.output_norm for group in groups):
+            gram = output_gram(self.get_variable("params", "out")["kernel"], config.num_heads)
+            # [B, n]
+            norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=2))
+            args = args._replace(output_gram=gram, hidden_norm=norm)
         output, after, seen = step_layer(layer, query, key, value, block=block, groups=groups, args=args)
         if layer is None and (gates := optional.get(GATES)) is not None:
             output = gates.blend(output, query, key, value, block, args)

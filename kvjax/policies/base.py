@@ -18,6 +18,7 @@ from kvjax.errors import KvjaxError, PolicyError
 from kvjax.numerics.statistics import NAMED, Statistic, resolve
 from kvjax.policies.budget import Budget, BudgetLike, as_budget
 from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, everything, keep
+from kvjax.policies.prompt_replay import REPLAYED, Replay
 from kvjax.policies.round_memory import RoundMemory
 from kvjax.policies.row_memory import RowMemory
 
@@ -126,6 +127,11 @@ class Evict(Policy):
                 "its importance is shared by all heads, which must hold the same positions, but its scope looks at "
                 "each head's attention; use an importance of single heads, or a scope of positions."
             )
+        if self.importance.replay is not None and self.when != "prompt_end":
+            raise PolicyError(
+                "its importance comes from a replay of the prompt, which takes place once, when the prompt ends; make "
+                "a compressor of it, with kvjax.policies.compress."
+            )
         if self.when == "prompt_end" and self.budget is None:
             raise PolicyError("a compressor needs a budget; give slots or a fraction of the prompt.")
 
@@ -141,8 +147,14 @@ class Evict(Policy):
     @property
     def remembers(self) -> tuple[str, ...]:
         """The names of statistics that attention does not report, [B, K, S] float32."""
+        replayed = () if self.replay is None else (REPLAYED,)
         own = tuple(each.name for each in self.rounds if each.per_slot)
-        return (*(self.merge.remembers if self.merge else ()), *own)
+        return (*replayed, *(self.merge.remembers if self.merge else ()), *own)
+
+    @property
+    def replay(self) -> Replay | None:
+        """How a prompt is replayed when it ends, before slots are ranked; None = it is not."""
+        return self.importance.replay
 
     @property
     def folding(self) -> Merge | None:

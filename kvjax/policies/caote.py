@@ -10,6 +10,7 @@ from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, Policy, factory
 from kvjax.policies.combinators import ranks_each_head
 from kvjax.policies.components import Importance, Stats, View
+from kvjax.policies.prompt_replay import Replay
 from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
@@ -52,6 +53,10 @@ class OutputChange(Importance):
     @property
     def memory(self) -> tuple[RowMemory, ...]:
         return self.importance.memory
+
+    @property
+    def replay(self) -> Replay | None:
+        return self.importance.replay
 
     def score(self, stats: Stats, view: View) -> Array:
         live = view.live

@@ -12,6 +12,7 @@ from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Evict, Policy, factory
 from kvjax.policies.combinators import ranks_each_head
 from kvjax.policies.components import Importance, Scope, Stats, View
+from kvjax.policies.prompt_replay import Replay
 from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
@@ -69,6 +70,10 @@ class ChunkMean(Importance):
     @property
     def memory(self) -> tuple[RowMemory, ...]:
         return self.importance.memory
+
+    @property
+    def replay(self) -> Replay | None:
+        return self.importance.replay
 
     def score(self, stats: Stats, view: View) -> Array:
         batch, _, size = view.position.shape

@@ -18,6 +18,7 @@ from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.layers import SplitLayers
 from kvjax.policies.phases import Phases
+from kvjax.policies.prompt_replay import Replay
 from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
@@ -118,6 +119,10 @@ class TimesValueNorm(Importance):
     @property
     def memory(self) -> tuple[RowMemory, ...]:
         return self.importance.memory
+
+    @property
+    def replay(self) -> Replay | None:
+        return self.importance.replay
 
     def score(self, stats: Stats, view: View) -> Array:
         # [B, K, S]

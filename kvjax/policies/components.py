@@ -12,6 +12,7 @@ from kvjax.arguments import Restorable, check_hashable
 from kvjax.errors import PolicyError
 from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import Statistic
+from kvjax.policies.prompt_replay import Replay
 from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
@@ -125,6 +126,7 @@ class Importance:
       reads: which of "key" and "value" `score` reads from the view.
       memory: what `score` reads of a row's queries, as `kvjax.policies.row_memory.RowMemory`, and of earlier rounds of
         evictions, as `kvjax.policies.round_memory.RoundMemory`.
+      replay: how the prompt is replayed before `score` reads ``stats["replayed"]``; None = it is not.
     """
 
     score: Callable[[Stats, View], Array]
@@ -147,9 +149,11 @@ class Importance:
         def reads(self) -> frozenset[str]: ...
         @property
         def memory(self) -> tuple[RowMemory, ...]: ...
+        @property
+        def replay(self) -> Replay | None: ...
     else:
         amount, signed, shared_by_heads, by_age, by_position = True, False, False, False, False
-        reads, memory = frozenset(), ()
+        reads, memory, replay = frozenset(), (), None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Importance":
         return super().__new__(ImportanceFunction if cls is Importance else cls)

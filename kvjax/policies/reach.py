@@ -10,6 +10,7 @@ from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict
 from kvjax.policies.components import Importance, Scope, Stats, View
+from kvjax.policies.prompt_replay import Replay
 from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
@@ -54,6 +55,10 @@ class Seen(Importance):
     @property
     def memory(self) -> tuple[RowMemory, ...]:
         return self.inner.memory
+
+    @property
+    def replay(self) -> Replay | None:
+        return self.inner.replay
 
     @property
     def signed(self) -> bool:

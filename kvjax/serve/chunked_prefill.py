@@ -12,6 +12,7 @@ from kvjax.cache.planning.lowering import Budgets
 from kvjax.cache.state import Block, KVState
 from kvjax.generation.prefill import GroupBudgets, converted
 from kvjax.generation.program import program
+from kvjax.generation.prompt_replay import replayed
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
@@ -87,7 +88,8 @@ class InBlocks:
         if self._done < len(self._blocks):
             return None
         budget = model.place(self._decode_budget)
-        return Started(*_ended(model.params, self._progress, budget, config=model.config, layout=layout))
+        tokens = model.place(self._blocks.reshape(1, -1))
+        return Started(*_ended(model.params, self._progress, tokens, budget, config=model.config, layout=layout))
 
 
 @program(static_argnames=("config", "layout", "dtype"))
@@ -123,8 +125,20 @@ def _run_block(
 
 @program(static_argnames=("config", "layout"))
 def _ended(
-    params: Params, progress: _Progress, decode_budget: GroupBudgets, *, config: DecoderConfig, layout: CacheLayout
+    params: Params,
+    progress: _Progress,
+    tokens: Array,
+    decode_budget: GroupBudgets,
+    *,
+    config: DecoderConfig,
+    layout: CacheLayout,
 ) -> tuple[Array, KVState]:
-    """The logits after the prompt, [1, V] float32, and its cache in the arrays of the decoding phase."""
-    state = progress.state.replace(layers=converted(progress.state, layout, config, params), budget=decode_budget)
-    return bind(config, params).logits(progress.last), state
+    """The logits after the prompt, [1, V] float32, and its cache in the arrays of the decoding phase.
+
+    `tokens`, [1, n] int32, are those of all blocks.
+    """
+    decoder, state = bind(config, params), progress.state
+    if layout.replay is not None:
+        state = replayed(decoder, state, tokens, layout)
+    state = state.replace(layers=converted(state, layout, config, params), budget=decode_budget)
+    return decoder.logits(progress.last), state

@@ -34,7 +34,7 @@ from kvjax.policies import POLICIES, Policy
 from kvjax.selection import Selection, everything, infinigen, lserve, optimal, quest, retrieval, tokenselect
 from kvjax.storage import Samples, Storage, dense
 from kvjax.storage.side import CALIBRATION
-from tests import conftest, layers  # noqa: F401, conftest sets how programs are compiled
+from tests import conftest, examples, layers  # noqa: F401, conftest sets how programs are compiled
 
 LENGTHS, STEPS, BUDGET = np.array([24, 6, 14, 17]), 14, 12
 ROWS, KV_HEADS, GROUP, DIM = len(LENGTHS), 2, 2, 4
@@ -70,6 +70,9 @@ class Case:
         """The cache, of `budget` slots if that limits it."""
         return CacheSpec(self.policy(budget), self.storage, self.selection)
 
+
+#: A prompt is not replayed on a mesh.
+OF_LAYERS = [name for name in POLICIES if name not in examples.REPLAYED]
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
@@ -124,7 +127,7 @@ SHARING: dict[str, tuple[Storage, tuple[str, ...]]] = {
 h2o, full = registered("h2o"), registered("full")
 CASES = {
     # Tova's mean over heads would move one number per slot between devices that have some of the heads.
-    **{name: Case(registered(name), "data:2,context:2" if name == "tova" else Case.mesh) for name in POLICIES},
+    **{name: Case(registered(name), "data:2,context:2" if name == "tova" else Case.mesh) for name in OF_LAYERS},
     "context of 8": Case(h2o, "context:8"),
     "all in context": Case(full, "context:8"),
     "one KV head": Case(h2o, "model:4", heads=(4, 1), divided=("model",)),

@@ -18,10 +18,10 @@ from kvjax import devices, policies, selection, storage
 from kvjax.cache import CacheSpec
 from kvjax.cache.context_parallel import refusals
 from kvjax.cache.groups import Group
-from kvjax.policies import POLICIES, Importance
+from kvjax.policies import Importance
 from kvjax.policies.components import Merge
 from tests.cache import context_checks
-from tests.cache.context_checks import BY_XLA, CASES, DIM
+from tests.cache.context_checks import BY_XLA, CASES, DIM, OF_LAYERS
 from tests.conftest import ROOT, XLA_FLAGS
 
 #: Cases that run here; every other one runs by its name, and is like one of these.
@@ -155,7 +155,7 @@ def test_two_collectives_on_tpu(name):
     assert not found["copied"]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", OF_LAYERS)
 def test_which_policies_are_divided(name):
     spec = CASES[name].spec()
     decode = spec.policy if spec.policy.when == "step" else policies.full()

@@ -60,7 +60,8 @@ def test_every_cache_is_that_of_a_prompt_of_its_own(name):
         run(model, policies.full())
         assert_alike(run(model, spec), expected)
     early = [group.selection for groups in expected.layout.prompt for group in groups]
-    assert store.hits == all(selection.reads_all for selection in early)
+    replayed = expected.layout.replay is not None
+    assert store.hits == (not replayed and all(selection.reads_all for selection in early))
 
 
 def test_layers_as_a_loop():

@@ -21,6 +21,7 @@ TRACED = {
     "cur": False, "expected_attention": False, "rkv": False, "morphkv": False,
     "gkv": False, "vase": False, "vase_dkv": False,
     "matched": False,
+    "kvzip": False,
 }  # fmt: skip
 
 

@@ -25,7 +25,10 @@ OWN_ARGUMENTS: dict[str, dict[str, Any]] = {
     **{name: {"recent": 1} for name in ("h2o", "h2o_decay", "scissorhands", "mean_attention", "lru", "counter")},
     "tova": {"share_heads": False},
 }
-COMPRESSORS = ("snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "matched")
+COMPRESSORS = (
+    "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "matched",
+    "kvzip",
+)  # fmt: skip
 EVICTION = [name for name in POLICIES if name not in COMPRESSORS and name != "full"]
 ORDERS = ("strided", "fixed", "lru", "lagkv", "vase")  # their importances only order the slots
 
@@ -52,11 +55,13 @@ def compositions(budget: Any = 0.5) -> dict[str, Policy]:
     return found
 
 
-#: Each combinator on each policy once; pairs of a compressor and what follows it: every one of either.
+#: Each combinator on each policy once; pairs of a compressor and what follows it: every one of either. Not those that
+#: need a whole model; see tests/generation/test_prompt_replay.py.
 NAMES = [
     name
     for name in compositions()
-    if not name.startswith("after_prefill") or name.startswith("after_prefill(knorm") or name.endswith(", roco)")
+    if (not name.startswith("after_prefill") or name.startswith("after_prefill(knorm") or name.endswith(", roco)"))
+    and not any(f"({each}" in name for each in examples.REPLAYED)
 ]
 
 

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from kvjax import policies, storage
-from kvjax.cache import Block, CacheSpec, shared_layers
+from kvjax.cache import Block, CacheSpec, Layer, shared_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.step.interface import LayerArgs
+from kvjax.cache.step.prompt_end import Prompt, convert
+from kvjax.cache.step.prompt_replay import evict_prompt
 from kvjax.cache.step.step import step_layer
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
@@ -23,6 +25,7 @@ from kvjax.policies import MERGES, POLICIES
 from kvjax.selection import SELECTIONS
 from kvjax.storage import STORAGES
 from kvjax.storage.calibration import side_shapes
+from kvjax.storage.side import PROMPT as OF_PROMPT
 from tests import examples
 
 HEADS, KV_HEADS, DIM, PROMPT, NEW, BLOCK = 4, 2, 8, 48, 8, 16
@@ -60,6 +63,17 @@ def lowered_for(spec: CacheSpec, block: int | None):
     return lower(spec, CONFIG, sizes, lengths)
 
 
+def compressed(take, layout, budgets, row):
+    """Evicts from a prompt that has been replayed, and moves what is left of the last layer."""
+    prompt, made = Prompt(row, CONFIG.rope, CONFIG.rope.frequencies(row)), []
+    for own, before, after, budget in zip(
+        take(row), layout.prompt[LAYER], layout.decode[LAYER], budgets.prompt[LAYER], strict=True
+    ):
+        left = evict_prompt(own, before, budget, prompt, row, jnp.int32(LAYER), DIM**-0.5)
+        made.append(convert(left, before, after, prompt))
+    return Layer(made)
+
+
 def trace(spec: CacheSpec, block: int | None) -> None:
     """Traces the steps of the last layer on shapes alone: the prompt's, and one of decoding."""
     lowered = lowered_for(spec, block)
@@ -91,6 +105,9 @@ def trace(spec: CacheSpec, block: int | None) -> None:
         unchanged(layout.prompt, budgets.prompt, block)
         return
     first = functools.partial(take, None, tokens=PROMPT, groups=layout.prompt, budget=budgets.prompt)
+    if layout.replay is not None:
+        # What the replay adds to the statistics has their shape.
+        first = functools.partial(compressed, first, layout, budgets)
     made = jax.eval_shape(first, row)
     chex.assert_trees_all_equal_shapes_and_dtypes(made, unchanged(layout.decode, budgets.decode, 1))
 
@@ -99,6 +116,7 @@ def trace(spec: CacheSpec, block: int | None) -> None:
 APPENDING = {
     "full", "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "adakv",
     "matched", "value_aware", "chunkkv", "knorm@cache", "h2o[masked]", "h2o[global]", "h2o[local]",
+    "kvzip",
 }  # fmt: skip
 HIDING = {"h2o[masked]", "h2o[global]", "h2o[local]"}
 
@@ -128,6 +146,9 @@ def does_not_compose(name: str, held: str, block: int | None) -> bool:
         held == "mikv" and (merges or block is not None or name in HIDING or name == "full"),
         # Heads that are held together hold the same positions.
         held in ("cskv", "kv_heads") and name not in ALIKE,
+        # A prompt that is replayed is held as it is until then.
+        name == "kvzip" and bool(own.sides_of(OF_PROMPT) or held == "minicache"),
+        name == "kvzip" and block is not None and (own.new_tokens_separate or own.on_host),
         # Two layers that are held together hold the same positions, from whole prompts.
         held == "minicache" and (name not in ("full", *HIDING) or block is not None),
     ))  # fmt: skip

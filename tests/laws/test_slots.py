@@ -36,7 +36,7 @@ class Case(NamedTuple):
     @property
     def own(self) -> Tiny:
         """The models: of one layer, unless layers differ; what a second one adds costs as much as the first."""
-        of_layers = self.name == "pyramidkv" or isinstance(self.arguments.get("budget"), tuple)
+        of_layers = self.name in ("pyramidkv", "kvzip") or isinstance(self.arguments.get("budget"), tuple)
         of_layers |= self.within is not None and self.within[0] == "from_layer"
         return tiny(self.heads, self.seed, layers=2 if of_layers else 1)
 
@@ -169,6 +169,10 @@ CASES = [
     Case("leverage", {"budget": 14, "positions": "cache"}, "mqa", 8),
     Case("cur", {"budget": 0.5, "block": 5, "sinks": 2}, "mqa", None),
     Case("cur", {"budget": 13, "block": 4, "sinks": 1, "positions": "cache"}, "gqa", 8),
+    Case("kvzip", {"budget": 0.5, "chunk": 9, "instruction": (5, 6, 7), "later": (8,), "sinks": 2}, "gqa", None),
+    Case("kvzip", {"budget": 14, "plus": True}, "mha", 16),
+    Case("kvzip", {"budget": 0.4, "chunk": 6, "plus": True, "positions": "cache"}, "gqa", 8),
+    Case("kvzip", {"budget": 0.5, "chunk": 16, "later": (3, 1)}, "gqa", 8, within=("adakv", {"safeguard": 0.0})),
     Case("matched", {"budget": 0.4}, "gqa", None),
     Case("matched", {"budget": 14, "ridge": 0.1}, "mha", 8),
     Case("matched", {"budget": 15}, "mqa", None, within=("after_prefill", {"name": "h2o", "budget": 12})),

@@ -89,6 +89,7 @@ class Policy:
     `page`: the number of consecutive kept tokens that are evicted together.
     `every`: a head evicts when it holds as many slots more than its budget, all of them at once.
     `beyond_prompt`: the budget is of the tokens after the prompt.
+    `replay`: how the prompt is replayed when it ends, before slots are evicted; see `prompt_replay.py`.
     `importance`: of all slots, those that are protected too.
     `hides`: "masked", "global" or "local": nothing is evicted, `hidden_recent` newest and the heaviest are seen.
     """
@@ -112,6 +113,7 @@ class Policy:
     every: int = 1
     beyond_prompt: bool = False
     importance: Callable[[View], Array] | None = None
+    replay: Any = None
 
     def __post_init__(self) -> None:
         assert self.positions in ("original", "cache") and self.group_reduce in ("mean", "max")

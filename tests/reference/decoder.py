@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from tests.reference import prompt_replay
 from tests.reference.base import Array, Policy
 from tests.reference.eviction import full
-from tests.reference.step import Head, empty_heads, step
+from tests.reference.layers import linear, rms_norm
+from tests.reference.step import Head, empty_heads, evict, step
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,14 @@ def _run_row(
                 held = {*policy.statistics, "log_weight"}
                 head.stats = {name: stat for name, stat in head.stats.items() if name in held}
         may_evict = stop == prompt_length or not policy.at_prompt_end_only
-        limits = budgets if may_evict else unlimited
+        limits = budgets if may_evict and policy.replay is None else unlimited
         logits = _forward(params, config, tokens[start:stop], start, layers, policy, limits, prompt_length)
         following = tokens[start + 1 : stop + 1]
         scores.append(_log_softmax(logits)[np.arange(len(following)), following])
+        if stop == prompt_length and policy.replay is not None:
+            prompt_replay.score(params, config, tokens[:stop], layers, policy)
+            for heads, budget in zip(layers, budgets, strict=True):
+                evict(heads, policy, budget, prompt_length, config.rope_theta)
     return np.concatenate([*scores, np.zeros(0)]), layers
 
 
@@ -139,12 +145,12 @@ def _forward(
     for index, heads in enumerate(layers):
         layer = params[f"layer_{index}"]
         attention, mlp = layer["attention"], layer["mlp"]
-        h = _rms_norm(x, layer["attention_norm"], config.norm_eps)
+        h = rms_norm(x, layer["attention_norm"], config.norm_eps)
         output = step(
             heads,
-            _linear(h, attention["query"]).reshape(count, config.num_heads, head_dim),
-            _linear(h, attention["key"]).reshape(count, config.num_kv_heads, head_dim),
-            _linear(h, attention["value"]).reshape(count, config.num_kv_heads, head_dim),
+            linear(h, attention["query"]).reshape(count, config.num_heads, head_dim),
+            linear(h, attention["key"]).reshape(count, config.num_kv_heads, head_dim),
+            linear(h, attention["value"]).reshape(count, config.num_kv_heads, head_dim),
             position,
             policy=policy,
             budget=budgets[index],
@@ -152,22 +158,13 @@ def _forward(
             theta=config.rope_theta,
             layer=index,
         )
-        x = x + _linear(output.reshape(count, -1), attention["out"])
-        h = _rms_norm(x, layer["mlp_norm"], config.norm_eps)
-        gate = _linear(h, mlp["gate"])
-        x = x + _linear(gate / (1.0 + np.exp(-gate)) * _linear(h, mlp["up"]), mlp["down"])
-    x = _rms_norm(x, params["final_norm"], config.norm_eps)
+        x = x + linear(output.reshape(count, -1), attention["out"])
+        h = rms_norm(x, layer["mlp_norm"], config.norm_eps)
+        gate = linear(h, mlp["gate"])
+        x = x + linear(gate / (1.0 + np.exp(-gate)) * linear(h, mlp["up"]), mlp["down"])
+    x = rms_norm(x, params["final_norm"], config.norm_eps)
     head = params["head"]["kernel"] if "head" in params else params["embed"]["tokens"].T  # tied
     return x @ head
-
-
-def _linear(x: Array, layer: Mapping[str, Array]) -> Array:
-    """x [n, in] through a kernel stored [in, out]."""
-    return x @ layer["kernel"] + layer.get("bias", 0.0)
-
-
-def _rms_norm(x: Array, norm: Mapping[str, Array], eps: float) -> Array:
-    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * norm["scale"]
 
 
 def _log_softmax(logits: Array) -> Array:

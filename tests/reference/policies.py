@@ -33,6 +33,7 @@ from tests.reference.eviction import (
     window,
 )
 from tests.reference.matched import matched
+from tests.reference.prompt_replay import kvzip
 from tests.reference.queries import expected_attention, morphkv, rkv
 from tests.reference.rounds import gkv
 from tests.reference.scores import caote, cur, lagkv, leverage, phases, value_aware
@@ -117,6 +118,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "leverage": leverage,
     "cur": cur,
     "matched": matched,
+    "kvzip": kvzip,
 }
 COMBINATORS: dict[str, Callable[..., Policy]] = {
     "with_heavy_hitters": with_heavy_hitters,

@@ -101,6 +101,7 @@ class Arrangement:
       in_order: whether slot i of a head holds its i-th token, since nothing is evicted while decoding. Every device has
         the exact tokens that wait until they are encoded, where slots are divided over devices.
       follows_windows: whether budgets follow the sliding windows of layers. If not, windows only hide tokens.
+      joins_layers: whether the tokens of two layers are held together, once both have read a prompt.
       without_prompt_side: how a user can do without what vectors share of a prompt, as the end of a sentence.
     """
 
@@ -109,6 +110,7 @@ class Arrangement:
     holds_victims: bool = False
     in_order: bool = False
     follows_windows: bool = True
+    joins_layers: bool = False
     without_prompt_side: str = ""
 
     # Lowering

@@ -36,6 +36,7 @@ class PairArrangement(Arrangement):
     """The arrangement of `kvjax.storage.layouts.Pairs`."""
 
     follows_windows = False
+    joins_layers = True
 
     def refuses(self, spec: "CacheSpec", branch: "Branch", sizes: "Sizes", layers: int) -> str | None:
         if branch.heads is not None:

@@ -7,6 +7,7 @@ from kvjax.cache.arrangements import arrangement_of
 from kvjax.cache.arrangements.base import reads_some
 from kvjax.cache.planning.head_groups import Branch
 from kvjax.cache.planning.limits import Sizes
+from kvjax.cache.planning.prompt_replay import refuses_replay
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError, StorageError
 from kvjax.parallel import sharding
@@ -44,6 +45,8 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int, layers: 
     if reason := _refuses_sides(spec.storage, branch, sizes):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if spec.storage.joint_heads > 1 and (reason := _refuses_joint(spec.storage.joint_heads, branch, kv_heads)):
+        raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
+    if branch.prompt.replay is not None and (reason := refuses_replay(spec.storage, branch, sizes)):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if spec.storage.on_host and (reason := _refuses_host(spec, branch, sizes)):
         raise PolicyError(f"policy {name} with storage={spec.storage!r}: {reason}")

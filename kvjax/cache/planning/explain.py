@@ -42,6 +42,11 @@ def explain(layout: "CacheLayout") -> str:
     for attend, reasons in sorted(prompts):
         lines.append(f"  prompts: attention by {attend}")
         lines += [f"    not {reason}" for reason in reasons]
+    if (replay := layout.replay) is not None:
+        lines.append(
+            f"  prompts: held whole and replayed in chunks of {replay.chunk} tokens before slots are evicted, which "
+            "takes one more prefill"
+        )
     for run in layout.runs:
         lines.append(f"  layers {_ranges(run.layers)} run as one loop, which is compiled once for all of them")
     if layout.platform == "cpu":

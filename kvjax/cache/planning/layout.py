@@ -17,6 +17,7 @@ from kvjax.cache.planning.explain import explain
 from kvjax.cache.state import KVState, LayerKV
 from kvjax.errors import InputError
 from kvjax.parallel import distributed
+from kvjax.policies.prompt_replay import Replay
 from kvjax.storage.calibration import side_shapes
 from kvjax.typing import PyTree
 from kvjax.units import size
@@ -53,6 +54,11 @@ class CacheLayout:
     def groups(self) -> tuple[Group, ...]:
         """Every group of the decoding phase."""
         return tuple(group for layer in self.decode for group in layer)
+
+    @property
+    def replay(self) -> Replay | None:
+        """How prompts are replayed when they end, before anything is evicted; None = they are not."""
+        return next((group.replay for layer in self.prompt for group in layer), None)
 
     @property
     def keeps_all(self) -> bool:

@@ -23,6 +23,7 @@ from kvjax.cache.planning.head_groups import Branch, branches_of, by_head, group
 from kvjax.cache.planning.kernel_choice import Chooser
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import Sizes
+from kvjax.cache.planning.prompt_replay import replay_of
 from kvjax.cache.spec import CacheSpec
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Evict, named
@@ -90,6 +91,7 @@ def lower(
     for branch in branches:
         _check_declared(branch, config, sizes, jnp.dtype(dtype).name)
         check(spec, branch, sizes, config.num_kv_heads, config.num_layers)
+    replay = replay_of(branches, config, sizes, lengths)
     prompt_groups: list[tuple[Group, ...]] = []
     decode_groups: list[tuple[Group, ...]] = []
     totals = lengths + sizes.following if totals is None else totals
@@ -109,6 +111,9 @@ def lower(
                 each[layer] if each and limits else None for each, limits in zip(largest_budget, limited, strict=True)
             ]
             early, late = _groups(spec, own, layer, heads, largest, config, sizes, kernels)
+            if replay is not None:
+                # Slots move when the prompt has been replayed.
+                early = dataclasses.replace(early, decode_group=None, replay=replay)
             before.append(early)
             after.append(late)
         prompt_groups.append(tuple(before))
@@ -204,8 +209,10 @@ def max_positions(lowered: Lowered, lengths: np.ndarray, totals: np.ndarray, blo
       block: tokens of a block of the prompt; None = all of it in one shot.
     """
     layout, budgets = lowered.layout, lowered.budgets
+    longest = int(lengths.max())
+    replayed = 0 if layout.replay is None else longest + layout.replay.width(longest)
     if all(group.policy.positions == "original" for group in layout.groups):
-        return int(totals.max())
+        return max(int(totals.max()), replayed)
     # A prompt in one shot is attended to before anything is evicted.
     seen = [lengths] if block is None else []
     for befores, afters, firsts, thens in zip(layout.prompt, layout.decode, *budgets, strict=True):
@@ -223,7 +230,7 @@ def max_positions(lowered: Lowered, lengths: np.ndarray, totals: np.ndarray, blo
                 seen.append(np.minimum(totals, then + after.policy.every))
             else:
                 seen.append(totals if slots is None else np.minimum(totals, slots + totals - lengths))
-    return max(int(each.max()) for each in seen)
+    return max(replayed, *(int(each.max()) for each in seen))
 
 
 def _budgets(

@@ -27,6 +27,9 @@ class LayerArgs(NamedTuple):
       guess: [B, H, n, D] the query that selections choose by if they look ahead, not rotated; None if none does.
       skew: [K, D, D], see `kvjax.models.skew`; None = the identity.
       sides: of a calibration, leaves [K, ...] or [1, ...]; None = the storage has none.
+      output_gram: [H, D, D] float32, W Wᵀ of each query head's part W [D, hidden] of the output projection; None
+        unless a replay multiplies by the norm of outputs.
+      hidden_norm: [B, n] float32, the norms of what enters the projections of queries, keys and values; likewise.
     """
 
     rope: Rope | None = None
@@ -36,6 +39,8 @@ class LayerArgs(NamedTuple):
     guess: Array | None = None
     skew: Array | None = None
     sides: Sides | None = None
+    output_gram: Array | None = None
+    hidden_norm: Array | None = None
 
     def of_heads(self, heads: tuple[int, ...], kv_heads: int) -> "LayerArgs":
         """Returns the arguments of some of the model's `kv_heads` KV heads."""
@@ -43,6 +48,7 @@ class LayerArgs(NamedTuple):
             guess=None if self.guess is None else query_heads(self.guess, heads, kv_heads),
             skew=None if self.skew is None else self.skew[np.asarray(heads)],
             sides=rows_of(self.sides, heads),
+            output_gram=None if self.output_gram is None else query_heads(self.output_gram[None], heads, kv_heads)[0],
         )
 
 

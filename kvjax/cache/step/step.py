@@ -6,6 +6,7 @@ next token is written there, so that nothing is compacted or copied.
 
 A step runs in one of three ways: as one kernel (`fused_kernel`), on slots that are divided over devices
 (`kvjax.cache.context_parallel`), or on all slots of a head on one device (`on_device`), as a prompt in one shot does.
+A prompt that is replayed has steps of another kind (`prompt_replay`), which keep none of their tokens.
 """
 
 import chex
@@ -16,7 +17,7 @@ import numpy as np
 from kvjax.cache.context_parallel import step as context_parallel
 from kvjax.cache.groups import Group
 from kvjax.cache.state import Block, Layer, LayerKV
-from kvjax.cache.step import fused_kernel, on_device
+from kvjax.cache.step import fused_kernel, on_device, prompt_replay
 from kvjax.cache.step.interface import AttentionOperands, LayerArgs, query_heads, rotated
 
 Array = jax.Array
@@ -97,6 +98,8 @@ def step(
     _check(layer, query, key, value, block, budget)
     args = LayerArgs() if args is None else args
     inputs = rotated(query, key, value, block, group, args)
+    if layer is not None and group.replaying:
+        return prompt_replay.step(layer, inputs, block, group, args)
     if layer is not None and group.step_implementation is not None:
         return fused_kernel.step(layer, inputs, block, group, budget, args)
     if layer is not None and group.slot_axes and not group.by_xla:

@@ -56,6 +56,8 @@ def finish(
 ) -> tuple[LayerKV, PerSlot, dict[str, dict[str, Array]]]:
     """Evicts until every head is within its limit, and moves the step's own tokens into the layer.
 
+    Nothing is evicted from a prompt that is to be replayed.
+
     Args:
       pool: the slots and the step's own tokens.
       per_slot: statistics and index of all of them, after the step was observed.
@@ -72,7 +74,7 @@ def finish(
     memory = {name: dict(arrays) for name, arrays in seen.memory.items()}
     position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.new_tokens, per_slot.stats
     victim = None
-    if policy.budget is not None:
+    if policy.budget is not None and group.replay is None:
         n = block.position.shape[1]
         # A compressor evicts once, whatever the last block of the prompt brings.
         one = group.evicts_one and n == 1 and policy.when == "step"

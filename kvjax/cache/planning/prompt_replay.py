@@ -1,0 +1,80 @@
+"""Prompts that are replayed when they end: what this needs of policies, storages and devices."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.cache.arrangements import arrangement_of
+from kvjax.cache.planning.head_groups import Branch
+from kvjax.cache.planning.limits import Sizes
+from kvjax.errors import PolicyError
+from kvjax.models.config import DecoderConfig
+from kvjax.policies.prompt_replay import Replay
+from kvjax.products import on_mesh
+from kvjax.storage.base import Storage
+from kvjax.storage.side import PROMPT
+
+
+def replay_of(branches: Sequence[Branch], config: DecoderConfig, sizes: Sizes, lengths: np.ndarray) -> Replay | None:
+    """Returns how prompts are replayed; None if no policy wants it.
+
+    Args:
+      branches: the policies of all heads.
+      config: of the decoder.
+      sizes: what is allocated for.
+      lengths: [B] tokens of each row's prompt.
+
+    Raises:
+      PolicyError: policies of layers that cannot be together, a model that has no positions or no tokens for a replay,
+        or a mesh.
+    """
+    names = {branch.prompt.replay: branch.prompt.name for branch in branches if branch.prompt.replay is not None}
+    if not names:
+        return None
+    (replay, name), *others = names.items()
+    about = f"policy {name}: it replays the prompt"
+    if others:
+        raise PolicyError(
+            f"{about}, and {others[0][1]} of other layers in another way; replay it alike for all layers."
+        )
+    for branch in branches if sizes.block is not None else ():
+        if branch.prompt.budget is not None and branch.prompt.when == "step":
+            raise PolicyError(
+                f"{about}, which all layers hold until then, but {branch.prompt.name} evicts after each block of it; "
+                "leave out prefill_block, or use compressors such as snapkv for the other layers."
+            )
+    if on_mesh():
+        raise PolicyError(f"{about}, which has not been done on a mesh so far; leave out the mesh.")
+    if replay.highest() >= config.vocab_size:
+        raise PolicyError(
+            f"{about} after an instruction with the token {replay.highest()}, but this model has {config.vocab_size} "
+            "tokens; encode the instruction with its own tokenizer."
+        )
+    needed = int(lengths.max()) + replay.width(sizes.prompt)
+    if config.learned_positions and needed > config.max_positions:
+        raise PolicyError(
+            f"{about} at the positions that follow it, up to {needed}, but this model's learned position table ends at "
+            f"{config.max_positions} tokens; shorten the prompt or the chunk."
+        )
+    return replay
+
+
+def refuses_replay(storage: Storage, branch: Branch, sizes: Sizes) -> str | None:
+    """Returns why a storage cannot hold a prompt that is replayed before it is compressed; None if it can.
+
+    Args:
+      storage: of the heads.
+      branch: their policies.
+      sizes: of the batch.
+    """
+    about = f"{branch.prompt.name} replays the prompt before it evicts"
+    if storage.sides_of(PROMPT):
+        return f"{about}, when the queries that the parts shared by its vectors are computed from are gone."
+    if arrangement_of(storage).joins_layers:
+        return f"{about}, and layers are joined when the prompt has been read."
+    if sizes.block is not None and (storage.new_tokens_separate or storage.on_host):
+        return (
+            f"{about}, and reads its keys and values as they are, which this storage no longer has after a block; "
+            "leave out prefill_block."
+        )
+    return None

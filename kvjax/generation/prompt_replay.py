@@ -1,0 +1,91 @@
+"""Runs prompts once more when they have ended, before anything of them is evicted; see `kvjax.policies.Replay`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.planning.layout import CacheLayout, Phase
+from kvjax.cache.state import EMPTY, Block, KVState, LayerKV
+from kvjax.models.bound import BoundDecoder
+from kvjax.policies.prompt_replay import OVERLAP, REPLAYED, Replay
+
+Array = jax.Array
+
+
+def replayed(decoder: BoundDecoder, kv: KVState, tokens: Array, layout: CacheLayout) -> KVState:
+    """Returns a cache of whole prompts with the statistics of their replay.
+
+    Args:
+      decoder: the decoder.
+      kv: the cache after the prompts' last tokens, in the arrays of the prompt phase.
+      tokens: [B, n] int32, the prompts; what follows a row's prompt is not read.
+      layout: of the cache; says how prompts are replayed.
+    """
+    replay, width = layout.replay, tokens.shape[1]
+    assert replay is not None
+    phase = _replaying(layout.prompt)
+    chunk = min(replay.chunk, width)
+    groups, tree = jax.tree.flatten(kv.layers, is_leaf=lambda x: isinstance(x, LayerKV))
+
+    def with_scores(scores: list[Array | None]) -> KVState:
+        own = [
+            group if score is None else group.replace(stats=group.stats | {REPLAYED: score})
+            for group, score in zip(groups, scores, strict=True)
+        ]
+        return kv.replace(layers=jax.tree.unflatten(tree, own))
+
+    def body(scores: list[Array | None], start: Array) -> tuple[list[Array | None], None]:
+        ids, position = chunk_tokens(tokens, kv.prompt, start, replay, chunk)
+        first = jnp.broadcast_to(start, kv.prompt.shape)
+        block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget, replayed=first)
+        _, after = decoder.hidden(ids, with_scores(scores), block, phase)
+        made = jax.tree.leaves(after.layers, is_leaf=lambda x: isinstance(x, LayerKV))
+        return [each.stats.get(REPLAYED) for each in made], None
+
+    starts = jnp.arange(0, width, chunk, dtype=jnp.int32)
+    scores, _ = jax.lax.scan(body, [group.stats.get(REPLAYED) for group in groups], starts)
+    return with_scores(scores)
+
+
+def _replaying(phase: Phase) -> Phase:
+    """Returns the groups of the steps of a replay."""
+    return tuple(tuple(dataclasses.replace(group, replaying=True) for group in layer) for layer in phase)
+
+
+def chunk_tokens(tokens: Array, lengths: Array, start: Array, replay: Replay, chunk: int) -> tuple[Array, Array]:
+    """Returns the tokens of the block that replays a chunk of each prompt.
+
+    Args:
+      tokens: [B, n] int32, the prompts.
+      lengths: [B] int32, the number of tokens of each.
+      start: [] int32, the first position of the chunk.
+      replay: the instructions.
+      chunk: the number of tokens of a chunk.
+
+    Returns:
+      The ids [B, m] int32 and their positions [B, m] int32, which follow the prompt; -1 = padding, also for a row whose
+      prompt ends before the chunk.
+    """
+    width = tokens.shape[1]
+    several = width > chunk
+    size = len(replay.instruction) + chunk
+    if several:
+        size = max(size, len(replay.later) + min(OVERLAP, width) + chunk)
+    first = start == 0
+    # []: tokens of the instruction, and of the prompt before the chunk
+    lead = jnp.where(first, len(replay.instruction), len(replay.later))
+    before = jnp.minimum(start, OVERLAP)
+    # [m]
+    at = jnp.arange(size, dtype=jnp.int32)
+    place = start - before + at - lead
+    # [B, m]
+    ids = jnp.take(tokens, jnp.clip(place, 0, width - 1), axis=1)
+    for text, here in ((replay.instruction, first), (replay.later, ~first)):
+        if text:
+            # [m]
+            own = jnp.asarray(text, tokens.dtype)[jnp.minimum(at, len(text) - 1)]
+            ids = jnp.where(here & (at < lead), own, ids)
+    end = jnp.minimum(start + chunk, lengths)[:, None]
+    real = ((at < lead) | (place < end)) & (start < lengths)[:, None]
+    return ids, jnp.where(real, lengths[:, None] + at, EMPTY)

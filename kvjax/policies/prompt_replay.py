@@ -1,0 +1,73 @@
+"""A replay: a prompt's own tokens run once more when it ends, to score its slots (KVzip, arXiv:2505.23416)."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.arguments import count_argument
+from kvjax.errors import PolicyError
+
+REPLAYED = "replayed"  # name of the statistic of slots that a replay fills, [B, K, S] float32
+OVERLAP = 8  # tokens before a chunk that are repeated with it, in every chunk but the first
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """How a prompt is replayed, chunk by chunk, when it has ended and before a compressor evicts.
+
+    For the chunk of positions [a, e) of a prompt of n tokens, a block of tokens runs at positions n, n + 1, ...: an
+    instruction, then the chunk's own tokens. Of later chunks the instruction is `later`, and the `OVERLAP` tokens
+    before the chunk follow it. The block sees the whole prompt and its own past; it is not kept.
+
+    Attributes:
+      instruction: ids of the tokens before the first chunk.
+      later: ids of the tokens before the other chunks.
+      chunk: the number of tokens of a chunk.
+      sinks: the number of first slots that compete with those of the chunk; see `ReplayedAttention`.
+      output_norm: whether a probability is multiplied by the norm of what the slot adds to the residual stream, and
+        divided by the norm of the query's hidden state (KVzip+, arXiv:2601.07891).
+
+    Raises:
+      PolicyError: an attribute that is not valid.
+    """
+
+    instruction: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
+    chunk: int = 2048
+    sinks: int = 4
+    output_norm: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("instruction", "later"):
+            object.__setattr__(self, field, _ids(field, getattr(self, field)))
+        object.__setattr__(self, "chunk", count_argument("chunk", self.chunk, minimum=1))
+        object.__setattr__(self, "sinks", count_argument("sinks", self.sinks))
+        if not isinstance(self.output_norm, bool):
+            raise PolicyError(f"plus={self.output_norm!r} is not valid; give True or False.")
+
+    def width(self, prompt: int) -> int:
+        """Returns the number of tokens of the longest block for prompts of up to `prompt` tokens."""
+        chunk = min(self.chunk, prompt)
+        first = len(self.instruction) + chunk
+        return first if prompt <= self.chunk else max(first, len(self.later) + OVERLAP + chunk)
+
+    def highest(self) -> int:
+        """Returns the largest id of the instructions; -1 = there is none."""
+        return max((*self.instruction, *self.later), default=-1)
+
+
+def _ids(name: str, given: object) -> tuple[int, ...]:
+    """Returns token ids as a tuple.
+
+    Raises:
+      PolicyError: they are none.
+    """
+    if isinstance(given, str) or not isinstance(given, Sequence | np.ndarray):
+        raise PolicyError(
+            f"{name}={given!r} is not a sequence of token ids; encode the text with the model's tokenizer."
+        )
+    ids = np.asarray(given)
+    if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0):
+        raise PolicyError(f"{name}={given!r} is not valid; give a sequence of whole numbers of at least 0.")
+    return tuple(int(each) for each in ids)

@@ -1,0 +1,174 @@
+"""Prompts that are replayed before they are compressed; tests/laws/test_slots.py compares what they keep."""
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies, storage
+from kvjax.cache import replay as storage_replay
+from kvjax.cache.spec import CacheSpec
+from kvjax.errors import PolicyError, StorageError
+from kvjax.generation.prefill import prefill
+from kvjax.generation.prompt_replay import chunk_tokens
+from kvjax.models.layer_loop import VARIABLE
+from kvjax.serve.prompts import Prompts
+from tests.tiny import kept, random_tokens, tiny
+
+TOKENS, LENGTHS = random_tokens(2, 30), [30, 19]
+POLICY = policies.kvzip(0.5, instruction=(5, 6, 7), later=(8,), chunk=9, sinks=2)
+
+
+def prompts(policy=POLICY, own=None, lengths=LENGTHS, **options):
+    own = tiny().model if own is None else own
+    return prefill(own, TOKENS[: len(lengths)], policy, max_new_tokens=4, lengths=lengths, **options)
+
+
+def assert_same_slots(one, other):
+    for layer in range(len(one.state.layers)):
+        for mine, theirs in zip(one.kept(layer), other.kept(layer), strict=True):
+            assert all(np.array_equal(*heads) for heads in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("block", [None, 8])
+def test_room_for_everything_is_the_full_cache(block):
+    got = kvjax.generate(tiny().model, TOKENS, policies.kvzip(30, chunk=9), max_new_tokens=5, lengths=LENGTHS,
+                         prefill_block=block)  # fmt: skip
+    expected = kvjax.generate(tiny().model, TOKENS, policies.full(), max_new_tokens=5, lengths=LENGTHS)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=2e-5)
+
+
+def test_the_prompt_itself_is_unchanged():
+    """Its logits do not depend on the replay, and budgets decide how much of it stays."""
+    got, expected = prompts(), prompts(policies.full())
+    np.testing.assert_allclose(got.logits, expected.logits, atol=2e-5)
+    assert {len(head) for layer in kept(got.state, 0) for head in layer} == {15}
+    assert {len(head) for layer in kept(got.state, 1) for head in layer} == {9}
+
+
+def test_tokens_of_a_chunk():
+    tokens, lengths = np.arange(100, 126)[None].repeat(2, axis=0), np.array([26, 11])
+    replay = policies.Replay(instruction=(1, 2, 3), later=(4,), chunk=10)
+    for start, length, expected in (
+        (0, 26, [1, 2, 3, *range(100, 110)]),
+        (10, 26, [4, *range(102, 120)]),
+        (20, 26, [4, *range(112, 126)]),
+        (10, 11, [4, *range(102, 111)]),
+        (20, 11, []),
+    ):
+        ids, position = map(np.asarray, chunk_tokens(tokens, lengths, np.int32(start), replay, 10))
+        row = list(lengths).index(length)
+        assert ids.shape[1] == replay.width(26) == 19
+        np.testing.assert_array_equal(ids[row][position[row] >= 0], expected)
+        np.testing.assert_array_equal(
+            position[row], [*range(length, length + len(expected)), *[-1] * (19 - len(expected))]
+        )
+
+
+def test_layers_as_a_loop(monkeypatch):
+    model = tiny(layers=3).model
+    monkeypatch.setenv(VARIABLE, "stacked")
+    looped = prompts(own=model)
+    monkeypatch.setenv(VARIABLE, "off")
+    alone = prompts(own=model)
+    assert looped.layout.runs and not alone.layout.runs
+    assert_same_slots(looped, alone)
+
+
+def test_other_layers_keep_what_they_keep_alone():
+    """A layer under another policy holds the whole prompt for the replay, too."""
+    split = prompts(policies.split_layers(POLICY, policies.h2o(9)))
+    for layer, alone in enumerate((prompts(), prompts(policies.h2o(9)))):
+        for mine, theirs in zip(split.kept(layer), alone.kept(layer), strict=True):
+            assert all(np.array_equal(*heads) for heads in zip(mine, theirs, strict=True))
+
+
+def test_codes_do_not_change_what_a_head_keeps():
+    """Slots are encoded after the eviction."""
+    assert_same_slots(prompts(CacheSpec(POLICY, storage.int4())), prompts())
+
+
+def test_a_decoding_policy_follows():
+    got = prompts(policies.after_prefill(POLICY, then=policies.h2o(10)))
+    assert_same_slots(got, prompts())
+
+
+def test_a_server_runs_prompts_in_blocks():
+    limits = kvjax.Limits(prompt=30, new_tokens=4)
+    server = Prompts(tiny().model, CacheSpec(POLICY), limits=limits, rows=2, prefill_block=8)
+    started = server.begin(server.prompt(TOKENS[0], 4))
+    while (done := started.advance()) is None:
+        pass
+    expected = prompts(lengths=[30])
+    assert kept(done.state, 0) == kept(expected.state, 0)
+    np.testing.assert_allclose(done.logits, expected.logits, atol=2e-5)
+
+
+def test_the_layout_says_what_a_prompt_costs():
+    assert "replayed in chunks of 9 tokens before slots are evicted, which takes one more prefill" in (
+        prompts().layout.explain()
+    )
+    assert "replayed" not in prompts(policies.snapkv(0.5, window=4)).layout.explain()
+
+
+SCORE = policies.ReplayedAttention()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (
+            lambda: policies.evict(importance=SCORE, budget=8),
+            PolicyError,
+            "takes place once, when the prompt ends",
+        ),
+        (
+            lambda: policies.kvzip(8, instruction="Repeat"),
+            PolicyError,
+            "instruction='Repeat' is not a sequence",
+        ),
+        (
+            lambda: policies.kvzip(8, later=(1.5,)),
+            PolicyError,
+            "later=.* give a sequence of whole numbers",
+        ),
+        (lambda: policies.kvzip(8, chunk=0), PolicyError, "chunk must be a whole number of at least 1"),
+        (lambda: policies.kvzip(3), PolicyError, "protects 4 slots, more than its budget of 3"),
+        (
+            lambda: prompts(policies.kvzip(8, instruction=(64,))),
+            PolicyError,
+            "the token 64, but this model has 64",
+        ),
+        (lambda: prompts(CacheSpec(POLICY, storage.int8()), prefill_block=8), StorageError, "leave out prefill_block"),
+        (lambda: prompts(CacheSpec(POLICY, storage.think(recent=4))), StorageError, "when the queries .* are gone"),
+        (
+            lambda: prompts(policies.split_layers(POLICY, policies.window(9)), prefill_block=8),
+            PolicyError,
+            "window evicts after each block",
+        ),
+        (
+            lambda: prompts(policies.split_layers(POLICY, policies.kvzip(9))),
+            PolicyError,
+            "kvzip of other layers in another way",
+        ),
+        (
+            lambda: storage_replay.replay(storage.dense(), _streams(12), _streams(2), [12, 9], policies.kvzip(6)),
+            PolicyError,
+            "here there is no model",
+        ),
+    ],
+)
+def test_refused_with_the_reason(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def _streams(length):
+    return [np.zeros((2, heads, length, 8), np.float32) for heads in (4, 2, 2)]
+
+
+def test_a_mesh_is_refused():
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(PolicyError, match="has not been done on a mesh so far"):
+        prompts()
