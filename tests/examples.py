@@ -17,6 +17,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "snapkv": {"window": 2, "kernel": 3}, "pyramidkv": {"window": 2, "kernel": 3}, "knorm": {}, "keydiff": {},
     "rkv": {"every": 1, "window": 2, "kernel": 3}, "morphkv": {"window": 2},
     "gkv": {"every": 1, "window": 2}, "vase": {"every": 1, "sinks": 1, "kernel": 3},
+    "ladder": {"span": 1, "sinks": 1, "every": 1, "layers": 2, "positions": "original"},
     "vase_dkv": {"every": 1, "rank": 3, "sinks": 1},
     "expected_attention": {"future": 8, "sinks": 1},
     "lagkv": {"lag": 2, "sinks": 1}, "leverage": {}, "cur": {"block": 3, "sinks": 1}, "matched": {},

@@ -67,6 +67,7 @@ class Group:
         None if the prompt is replayed first.
       replay: of a prompt that is replayed when it ends, how; nothing is evicted before. None = it is not replayed.
       replaying: whether the tokens of its steps are those of the replay, which are not kept.
+      num_layers: the number of layers of the model.
     """
 
     heads: tuple[int, ...] | None = None
@@ -92,6 +93,7 @@ class Group:
     decode_group: "Group | None" = None
     replay: Replay | None = None
     replaying: bool = False
+    num_layers: int = 1
 
     @property
     def per_head(self) -> frozenset[str]:

@@ -33,6 +33,7 @@ from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Compensation, Split, compensation, duo_attention, razor_attention, split_heads
 from kvjax.policies.keys import KeyDifference, LowNorm, key_difference, keydiff, knorm, low_norm
 from kvjax.policies.kvzip import ReplayedAttention, kvzip
+from kvjax.policies.ladder import Cursor, Ladder, ladder
 from kvjax.policies.lagkv import LagRelative, lagkv
 from kvjax.policies.layers import SplitLayers, longgen, split_layers
 from kvjax.policies.lazy_eviction import Recurrence, lazy
@@ -100,6 +101,7 @@ POLICIES: Registry[Policy] = Registry(
         "rkv": rkv,
         "morphkv": morphkv,
         "gkv": gkv,
+        "ladder": ladder,
         "vase": vase,
         "vase_dkv": vase_dkv,
         "expected_attention": expected_attention,
@@ -140,22 +142,22 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
-    "ChunkMean", "Compensation", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First",
-    "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "GlobalRedundancy", "GlobalScore", "Importance",
-    "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "LagRelative", "LargestAttention",
-    "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LowNorm", "Mass", "MatchedAttention",
-    "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded", "PerLayer", "Phases",
-    "Policy", "ProjectedShare", "PromptEnd", "PromptQueries", "Pyramid", "QueryMoments", "Recency", "RecentAttention",
-    "RecentQueries", "Recurrence", "Redundancy", "Replay", "ReplayedAttention", "Ring", "RoundMemory", "RowMemory",
-    "SampledAttention", "Scope", "Shared", "SharedLast", "Slots", "Split", "SplitLayers", "Strided", "TextFraction",
-    "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "Weights", "WithSelection", "accepts",
-    "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv", "compensation", "compress",
-    "counter", "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict", "expected_attention", "fifo",
-    "fixed", "from_layer", "full", "gkv", "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff",
-    "knorm", "kvmerger", "kvzip", "lagkv", "largest_attention", "last", "lazy", "leverage", "local_only", "longgen",
-    "low_norm", "lru", "mass", "matched", "matched_attention", "mean_attention", "mean_mass", "morphkv", "names",
-    "observation_window_score", "padded", "phases", "protect_any", "protect_first", "protect_newest",
-    "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency", "ring", "rkv", "roco",
-    "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers", "streaming_llm", "strided", "times_above",
-    "tova", "value_aware", "value_norm", "vase", "vase_dkv", "window", "with_heavy_hitters",
+    "ChunkMean", "Compensation", "Cursor", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention",
+    "Fetched", "First", "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "GlobalRedundancy", "GlobalScore",
+    "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "Ladder", "LagRelative",
+    "LargestAttention", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LowNorm", "Mass",
+    "MatchedAttention", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded",
+    "PerLayer", "Phases", "Policy", "ProjectedShare", "PromptEnd", "PromptQueries", "Pyramid", "QueryMoments",
+    "Recency", "RecentAttention", "RecentQueries", "Recurrence", "Redundancy", "Replay", "ReplayedAttention", "Ring",
+    "RoundMemory", "RowMemory", "SampledAttention", "Scope", "Shared", "SharedLast", "Slots", "Split", "SplitLayers",
+    "Strided", "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "Weights",
+    "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv",
+    "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict",
+    "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv", "h2o", "h2o_decay", "heavy_only", "keep",
+    "key_difference", "keydiff", "knorm", "kvmerger", "kvzip", "ladder", "lagkv", "largest_attention", "last", "lazy",
+    "leverage", "local_only", "longgen", "low_norm", "lru", "mass", "matched", "matched_attention", "mean_attention",
+    "mean_mass", "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any", "protect_first",
+    "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency",
+    "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers", "streaming_llm",
+    "strided", "times_above", "tova", "value_aware", "value_norm", "vase", "vase_dkv", "window", "with_heavy_hitters",
 ]  # fmt: skip

@@ -54,6 +54,7 @@ class View(NamedTuple):
       soft_cap: of the logits, see `kvjax.attention.problem`; None = there is none.
       window: the layer's sliding window; None = queries see all slots.
       most_left: the most slots of a head that a compressor leaves of a prompt; None = not known.
+      num_layers: the number of layers of the model.
     """
 
     position: Array
@@ -71,6 +72,7 @@ class View(NamedTuple):
     soft_cap: float | None = None
     window: int | None = None
     most_left: int | None = None
+    num_layers: int = 1
 
     @property
     def live(self) -> Array:

@@ -43,7 +43,11 @@ class GlobalScore(RoundMemory):
         object.__setattr__(self, "window", count_argument("window", self.window, minimum=1))
         object.__setattr__(self, "alpha", number_argument("alpha", self.alpha, minimum=0.0, maximum=1.0))
 
-    def after(self, stats: Mapping[str, Array], view: View) -> Array:
+    def after(self, stats: Mapping[str, Array], view: View, victim: Array) -> Array:
+        return self.lasting(stats, view)
+
+    def lasting(self, stats: Mapping[str, Array], view: View) -> Array:
+        """Returns F of this round, [B, K, S] float32."""
         return jnp.maximum(self.alpha * self.before(stats, view), self.attention(view))
 
     def attention(self, view: View) -> Array:
@@ -90,7 +94,7 @@ class GlobalRedundancy(Importance):
         return (RecentQueries(self.window), GlobalScore(self.window, self.alpha))
 
     def score(self, stats: Stats, view: View) -> Array:
-        lasting = GlobalScore(self.window, self.alpha).after(stats, view)
+        lasting = GlobalScore(self.window, self.alpha).lasting(stats, view)
         older = view.live & ~view.recent(self.window)
         alike = relative(jnp.where(older, redundancy(view.rotated(), view.position, self.similar), 0.0))
         # The newest are protected by the scope.

@@ -32,12 +32,13 @@ class RoundMemory(RowMemory):
         """Returns the numbers that the last round left, [B, K, S] float32 or [B, K] int32."""
         return stats[self.name] if self.per_slot else view.memory[self.name][NUMBER]
 
-    def after(self, stats: Mapping[str, Array], view: "View") -> Array:
+    def after(self, stats: Mapping[str, Array], view: "View", victim: Array) -> Array:
         """Returns the numbers that a round leaves, for all heads as if they all evicted; in the shape of `before`.
 
         Args:
           stats: statistic name -> [B, K, S, ...], with those that this memory keeps.
           view: the slots before the eviction.
+          victim: [B, K, S] bool, the slots that go.
         """
         raise NotImplementedError
 
@@ -49,7 +50,7 @@ class RoundMemory(RowMemory):
 
 
 def written(
-    memories: tuple[RoundMemory, ...], due: Array, stats: Mapping[str, Array], view: "View"
+    memories: tuple[RoundMemory, ...], due: Array, stats: Mapping[str, Array], view: "View", victim: Array
 ) -> dict[str, Array]:
     """Returns the numbers of each memory after a round of the heads that are due: name -> array.
 
@@ -58,8 +59,10 @@ def written(
       due: [B, K, 1] bool, the heads that evict.
       stats: see `RoundMemory.after`.
       view: see `RoundMemory.after`.
+      victim: see `RoundMemory.after`.
     """
-    return {
-        each.name: jnp.where(due if each.per_slot else due[:, :, 0], each.after(stats, view), each.before(stats, view))
-        for each in memories
-    }
+    made = {}
+    for each in memories:
+        own = due if each.per_slot else due[:, :, 0]
+        made[each.name] = jnp.where(own, each.after(stats, view, victim), each.before(stats, view))
+    return made

@@ -19,7 +19,7 @@ TRACED = {
     "mean_attention": True, "roco": True, "heavy_roco": True, "random": False, "heavy_random": False, "snapkv": False,
     "pyramidkv": False, "knorm": False, "keydiff": False, "value_norm": False, "lagkv": False, "leverage": False,
     "cur": False, "expected_attention": False, "rkv": False, "morphkv": False,
-    "gkv": False, "vase": False, "vase_dkv": False,
+    "gkv": False, "ladder": False, "vase": False, "vase_dkv": False,
     "matched": False,
     "kvzip": False,
 }  # fmt: skip

@@ -30,7 +30,7 @@ COMPRESSORS = (
     "kvzip",
 )  # fmt: skip
 EVICTION = [name for name in POLICIES if name not in COMPRESSORS and name != "full"]
-ORDERS = ("strided", "fixed", "lru", "lagkv", "vase")  # their importances only order the slots
+ORDERS = ("strided", "fixed", "lru", "lagkv", "vase", "ladder")  # their importances only order the slots
 
 
 def build(name: str, budget: Any = 0.5, **more: Any) -> Policy:

@@ -157,7 +157,7 @@ def turned(keys, position):
 
 #: What policies that are alike to a selection rank by; each of them meets every selection in some case.
 KINDS = {
-    "positions": ("window", "streaming_llm", "local_only", "fifo", "strided", "fixed", "random"),
+    "positions": ("window", "streaming_llm", "local_only", "fifo", "strided", "fixed", "random", "ladder"),
     "attention": (
         "h2o", "h2o_decay", "scissorhands", "mean_attention", "roco", "lazy", "tova", "heavy_only",
         "with_heavy_hitters", "value_norm", "caote", "phases",

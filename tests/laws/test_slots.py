@@ -155,6 +155,8 @@ CASES = [
     Case("morphkv", {"budget": 0.4, "window": 3, "fuse": "max", "every": 4}, "mha", None),
     Case("gkv", {"budget": 16, "every": 6, "window": 4, "lam": 0.5}, "gqa", 8),
     Case("gkv", {"budget": 0.4, "every": 3, "window": 2, "alpha": 0.9, "positions": "cache"}, "mha", None),
+    Case("ladder", {"budget": 16, "span": 1, "layers": 3, "sinks": 2, "every": 6}, "gqa", 8),
+    Case("ladder", {"budget": (0.4, 14), "span": 3, "layers": 6, "overlap": 1, "sinks": 1, "every": 4}, "mha", None),
     Case("vase", {"budget": 18, "every": 6, "large": 6, "sinks": 2, "kernel": 3}, "gqa", 8),
     Case("vase", {"budget": 0.4, "every": 3, "sinks": 1, "seed": 5, "positions": "cache"}, "mqa", None),
     Case("vase_dkv", {"budget": 15, "every": 4, "rank": 5, "seed": 7}, "gqa", 8),

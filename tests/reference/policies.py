@@ -35,7 +35,7 @@ from tests.reference.eviction import (
 from tests.reference.matched import matched
 from tests.reference.prompt_replay import kvzip
 from tests.reference.queries import expected_attention, morphkv, rkv
-from tests.reference.rounds import gkv
+from tests.reference.rounds import gkv, ladder
 from tests.reference.scores import caote, cur, lagkv, leverage, phases, value_aware
 
 
@@ -111,6 +111,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "rkv": rkv,
     "morphkv": morphkv,
     "gkv": gkv,
+    "ladder": ladder,
     "vase": vase,
     "vase_dkv": vase_dkv,
     "expected_attention": expected_attention,

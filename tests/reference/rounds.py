@@ -38,3 +38,32 @@ def gkv(
         return Ranking(priority)
 
     return Policy(budget, rank, every=every, **options)
+
+
+def ladder(
+    budget: Any, span: int, layers: int, overlap: int = 0, sinks: int = 4, every: int = 64, positions: str = "cache"
+) -> Policy:
+    """Unit by unit, slot by slot; the cursor is `view.rounds["cursor"]`."""
+    unit = 1 + math.ceil((layers - span) / (span - overlap))
+    kept = min(math.ceil(span / (span - overlap)), unit)
+
+    def rank(view: View) -> Ranking:
+        first, cursor = view.layer % (unit - kept + 1), view.rounds.get("cursor", sinks)
+        slots, gone, excess = [*range(len(view.position))], [], len(view.position) - view.budget
+        while len(gone) < excess:
+            if len(slots) - cursor < unit + layers:
+                cursor = sinks
+            if len(slots) - cursor < unit + layers:
+                gone.append(slots.pop(sinks))
+                continue
+            leaving = [s for i, s in enumerate(slots[cursor : cursor + unit]) if not first <= i < first + kept]
+            cursor += kept if len(leaving) <= excess - len(gone) else 0
+            for slot in leaving[: excess - len(gone)]:
+                gone.append(slot)
+                slots.remove(slot)
+        view.rounds["cursor"] = cursor
+        priority = np.full(len(view.position), np.inf)
+        priority[gone] = np.arange(len(gone))
+        return Ranking(priority)
+
+    return Policy(budget, rank, every=every, positions=positions)

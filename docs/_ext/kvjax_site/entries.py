@@ -22,6 +22,7 @@ EXAMPLES: Mapping[str, str] = {
     "lazy": "lazy(64, every=8)",
     "rkv": "rkv(64, every=8)",
     "morphkv": "morphkv(64, window=16)",
+    "ladder": "ladder(64, span=2, every=8)",
     "gkv": "gkv(64, every=8)",
     "vase": "vase(64, every=16)",
     "vase_dkv": "vase_dkv(64, every=16)",

@@ -90,7 +90,7 @@ def check_names(name: str, statistics: frozenset[Statistic], remembers: tuple[st
 
 
 @functools.lru_cache(maxsize=1024)
-def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int, dtype: str) -> None:
+def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int, dtype: str, layers: int = 1) -> None:
     """Checks an eviction policy.
 
     Args:
@@ -100,6 +100,7 @@ def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int
       slots: the number of slots per head.
       dim: features of a head.
       dtype: of keys and values.
+      layers: the number of layers of the model.
 
     Raises:
       PolicyError: its importance, scope or merge reads what it does not declare, raises an error, or returns something
@@ -117,7 +118,8 @@ def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int
         part: str, reads: frozenset[str], stats: Stats, position: Array, key: Array, value: Array, row: Array
     ) -> tuple[dict[str, Any], View]:
         said = f"{about} {part}"
-        return _Declared(said, stats), _view(said, frozenset(reads), position, key, value, row, decoding, policy.memory)
+        view = _view(said, frozenset(reads), position, key, value, row, decoding, policy.memory)
+        return _Declared(said, stats), view._replace(num_layers=layers)
 
     def score(*given: PyTree) -> PyTree:
         found = policy.importance.score(*seen("importance", policy.importance.reads, *given))
@@ -153,7 +155,9 @@ def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int
         stats, view = seen("memory", policy.reads, *given)
         for each in policy.rounds:
             expected, kind = (shape, FLOAT) if each.per_slot else (shape[:2], jnp.dtype("int32"))
-            _checked(f"{about} {type(each).__name__}.after", each.after(stats, view), expected, kind, PolicyError)
+            _checked(
+                f"{about} {type(each).__name__}.after", each.after(stats, view, view.live), expected, kind, PolicyError
+            )
         return view.position
 
     arguments = (arrays | own, position, vectors, vectors, row)

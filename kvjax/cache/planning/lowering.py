@@ -149,7 +149,7 @@ def _check_declared(branch: Branch, config: DecoderConfig, sizes: Sizes, dtype: 
     kv_heads, dim = config.num_kv_heads, config.head_dim
     for policy, decoding in ((branch.prompt, False), (branch.decode, True)):
         if policy.budget is not None:
-            check_policy(policy.traced(), decoding, kv_heads, sizes.total, dim, dtype)
+            check_policy(policy.traced(), decoding, kv_heads, sizes.total, dim, dtype, config.num_layers)
     queries = config.num_heads // kv_heads
     selection = branch.selection.traced().bound(queries, sizes.following)
     check_selection(selection, kv_heads, queries, sizes.total, dim, dtype)
@@ -316,7 +316,7 @@ def _groups(
         heads=heads, storage=spec.storage, policy=branch.decode.traced(), selection=selection, needs=needs,
         memory=memory, queries=queries if memory else 1,
         slots=stores, array_sizes=array_sizes, decoding=True, evicts_one=branch.evicts_one,
-        shares=shares(branch, budgets[0], own_heads, sizes),
+        shares=shares(branch, budgets[0], own_heads, sizes), num_layers=config.num_layers,
     )  # fmt: skip
     after = kernels.decode(after, own_heads)
     own = arrangement.prompt_storage(
@@ -329,5 +329,6 @@ def _groups(
         slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets),
         most_left=most_left(branch, budgets[0], own_heads, sizes),
         prompt_index=prompt_index, decode_group=arrangement.prompt_end(after) if sizes.block is None else None,
+        num_layers=config.num_layers,
     )  # fmt: skip
     return kernels.prompt(before, own_heads), after

@@ -83,7 +83,7 @@ def _round(policy: Evict, stats: dict[str, Array], view: View) -> Round:
     def choose() -> Round:
         priority, _ = ranking(policy, stats, view)
         victim = all_victims(priority, view.position, jnp.where(due, limit, FAR))
-        return Round(victim, written(policy.rounds, due, stats, view))
+        return Round(victim, written(policy.rounds, due, stats, view, victim))
 
     def wait() -> Round:
         unchanged = {each.name: each.before(stats, view) for each in policy.rounds}

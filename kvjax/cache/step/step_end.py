@@ -142,6 +142,7 @@ def _view(
         soft_cap=seen.soft_cap,
         window=seen.window,
         most_left=group.most_left,
+        num_layers=group.num_layers,
     )
 
 
