@@ -42,6 +42,7 @@ def get_config() -> LeaderboardConfig:
             "leverage",
             "cur",
             "matched",
+            "compactor",
             "kvzip",
             "caote(h2o)",
             "value_aware(h2o)",

@@ -20,7 +20,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "ladder": {"span": 1, "sinks": 1, "every": 1, "layers": 2, "positions": "original"},
     "vase_dkv": {"every": 1, "rank": 3, "sinks": 1},
     "expected_attention": {"future": 8, "sinks": 1},
-    "lagkv": {"lag": 2, "sinks": 1}, "leverage": {}, "cur": {"block": 3, "sinks": 1}, "matched": {},
+    "lagkv": {"lag": 2, "sinks": 1}, "leverage": {}, "cur": {"block": 3, "sinks": 1},
+    "compactor": {"sinks": 1, "recent": 1, "chunk": 3}, "matched": {},
     "kvzip": {"chunk": 7, "sinks": 1},
     "fifo": {}, "lru": {"sinks": 1}, "counter": {},
 }  # fmt: skip

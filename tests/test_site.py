@@ -150,7 +150,7 @@ def test_policies_are_drawn_after_prompts_that_they_shorten():
     made = {entry.name: survivors.spec_of(entry) for entry in entries.policy_entries()}
     assert {name for name, spec in made.items() if survivors.compresses(spec)} == {
         "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "adakv", "chunkkv",
-        "matched",
+        "matched", "compactor",
         "kvzip",
         "after_prefill",
     }  # fmt: skip

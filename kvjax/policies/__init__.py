@@ -13,6 +13,7 @@ from kvjax.policies.budget import Budget, Fraction, FromLayer, Given, PerLayer, 
 from kvjax.policies.caote import OutputChange, caote
 from kvjax.policies.chunks import ChunkMean, chunkkv
 from kvjax.policies.combinators import Best, TimesValueNorm, by_page, from_layer, value_norm, with_heavy_hitters
+from kvjax.policies.compactor import LeverageAndMass, compactor
 from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
 from kvjax.policies.expected_attention import ExpectedAttention, expected_attention
 from kvjax.policies.gkv import GlobalRedundancy, GlobalScore, gkv
@@ -109,6 +110,7 @@ POLICIES: Registry[Policy] = Registry(
         "leverage": leverage,
         "cur": cur,
         "kvzip": kvzip,
+        "compactor": compactor,
         "matched": matched,
         "fifo": fifo,
         "lru": lru,
@@ -142,22 +144,23 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
-    "ChunkMean", "Compensation", "Cursor", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention",
-    "Fetched", "First", "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "GlobalRedundancy", "GlobalScore",
-    "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "Ladder", "LagRelative",
-    "LargestAttention", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LowNorm", "Mass",
+    "ChunkMean", "Compensation", "Cursor", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched",
+    "First", "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "GlobalRedundancy", "GlobalScore", "Importance",
+    "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "Ladder", "LagRelative", "LargestAttention",
+    "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LeverageAndMass", "LowNorm", "Mass",
     "MatchedAttention", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded",
     "PerLayer", "Phases", "Policy", "ProjectedShare", "PromptEnd", "PromptQueries", "Pyramid", "QueryMoments",
     "Recency", "RecentAttention", "RecentQueries", "Recurrence", "Redundancy", "Replay", "ReplayedAttention", "Ring",
     "RoundMemory", "RowMemory", "SampledAttention", "Scope", "Shared", "SharedLast", "Slots", "Split", "SplitLayers",
     "Strided", "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "Weights",
     "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv",
-    "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "everything", "evict",
-    "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv", "h2o", "h2o_decay", "heavy_only", "keep",
-    "key_difference", "keydiff", "knorm", "kvmerger", "kvzip", "ladder", "lagkv", "largest_attention", "last", "lazy",
-    "leverage", "local_only", "longgen", "low_norm", "lru", "mass", "matched", "matched_attention", "mean_attention",
-    "mean_mass", "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any", "protect_first",
-    "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency",
-    "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers", "streaming_llm",
-    "strided", "times_above", "tova", "value_aware", "value_norm", "vase", "vase_dkv", "window", "with_heavy_hitters",
+    "compactor", "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "everything",
+    "evict", "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv", "h2o", "h2o_decay", "heavy_only",
+    "keep", "key_difference", "keydiff", "knorm", "kvmerger", "kvzip", "ladder", "lagkv", "largest_attention", "last",
+    "lazy", "leverage", "local_only", "longgen", "low_norm", "lru", "mass", "matched", "matched_attention",
+    "mean_attention", "mean_mass", "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any",
+    "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
+    "razor_attention", "recency", "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",
+    "split_layers", "streaming_llm", "strided", "times_above", "tova", "value_aware", "value_norm", "vase", "vase_dkv",
+    "window", "with_heavy_hitters",
 ]  # fmt: skip

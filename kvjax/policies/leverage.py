@@ -38,13 +38,14 @@ class Leverage(Importance):
         return jnp.round(found * LEVELS) / LEVELS
 
 
-def leverage_scores(key: Array, counted: Array, ridge: float) -> Array:
+def leverage_scores(key: Array, counted: Array, ridge: float, directions: Array | None = None) -> Array:
     """Returns the leverage of keys among those that count, less their mean; [B, K, S] float32.
 
     Args:
       key: [B, K, S, D] before rotation.
       counted: [B, K, S] bool.
       ridge: added to the diagonal.
+      directions: [D, n] float32, to which keys are projected after their mean is taken away; None = they are not.
     """
     mask = counted[..., None]
     # [B, K, 1, 1]
@@ -53,6 +54,9 @@ def leverage_scores(key: Array, counted: Array, ridge: float) -> Array:
     # [B, K, S, D]
     centred = jnp.where(mask, x - jnp.sum(x, axis=2, keepdims=True) / number, 0.0)
     exact = jax.lax.Precision.HIGHEST
+    if directions is not None:
+        # [B, K, S, n], for which D stands below
+        centred = jnp.einsum("bksd,dn->bksn", centred, directions, precision=exact)
     # [B, K, D, D]
     gram = jnp.einsum("bksd,bkse->bkde", centred, centred, precision=exact)
     identity = jnp.eye(gram.shape[-1], dtype=jnp.float32)

@@ -78,7 +78,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
     "ladder": {"span": 1, "layers": 2, "every": 2, "positions": "original"},
     "rkv": {"every": 1}, "morphkv": {"window": 4}, "gkv": {"every": 1}, "vase": {"every": 1}, "vase_dkv": {"every": 2},
-    "lazy": {"every": 1, "alpha": 0.1},
+    "lazy": {"every": 1, "alpha": 0.1}, "compactor": {"sinks": 2, "recent": 2},
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ OWN_ARGUMENTS: dict[str, dict[str, Any]] = {
     "tova": {"share_heads": False},
 }
 COMPRESSORS = (
-    "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "matched",
+    "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "matched", "compactor",
     "kvzip",
 )  # fmt: skip
 EVICTION = [name for name in POLICIES if name not in COMPRESSORS and name != "full"]

@@ -167,7 +167,7 @@ KINDS = {
     "keys": (
         "knorm", "keydiff", "expected_attention", "rkv", "morphkv", "gkv", "vase", "vase_dkv", "lagkv", "leverage",
         "cur",
-        "matched",
+        "matched", "compactor",
     ),
     "pages": ("by_page", "by_page(counter)"),
 }  # fmt: skip

@@ -115,7 +115,7 @@ def trace(spec: CacheSpec, block: int | None) -> None:
 #: Policies under which a row keeps every token that it has decoded.
 APPENDING = {
     "full", "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "adakv",
-    "matched", "value_aware", "chunkkv", "knorm@cache", "h2o[masked]", "h2o[global]", "h2o[local]",
+    "matched", "compactor", "value_aware", "chunkkv", "knorm@cache", "h2o[masked]", "h2o[global]", "h2o[local]",
     "kvzip",
 }  # fmt: skip
 HIDING = {"h2o[masked]", "h2o[global]", "h2o[local]"}

@@ -10,7 +10,7 @@ from kvjax import policies
 from tests import conftest
 
 #: The runs of methods_cases.npz whose policies kvjax has.
-METHODS = (0, 1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 14, 18, 19)
+METHODS = (0, 1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 14, 17, 18, 19)
 
 
 @pytest.fixture(scope="module")

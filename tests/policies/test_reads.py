@@ -38,7 +38,7 @@ def used(function, policy):
     stats |= {name: jnp.zeros((B, K, S)) for name in policy.remembers}
     position, rows = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S)), jnp.full(B, 8, jnp.int32)
 
-    memory = {each.name: each.empty((B, K, 2), D) for each in policy.memory}
+    memory = {each.name: each.bound(S, 2).empty((B, K, 2), D) for each in policy.memory}
 
     def traced(key, value):
         newest = jnp.full(B, S - 1, jnp.int32)

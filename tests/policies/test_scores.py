@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from kvjax.errors import PolicyError
 from kvjax.numerics import recurrence, statistics
 from kvjax.numerics.rope import Rope
 from kvjax.planning.roofline import average_slots
+from kvjax.policies.compactor import noncausal_mass
 from kvjax.policies.components import KeyFrame
+from kvjax.policies.leverage import leverage_scores
 from kvjax.policies.pools import protecting
 from kvjax.policies.query_window import redundancy
 from kvjax.policies.row_memory import Queries
@@ -29,7 +32,8 @@ CASES = {
     "gkv_attention": (44,),
     "caote": range(27, 33),
     "lagkv": (34, 35),
-    "leverage": (41,),
+    "leverage": (41, 42),
+    "noncausal_mass": (43,),
     "cur": (45,),
     "vase": range(46, 50),
     "lazy_score": (38,),
@@ -143,6 +147,17 @@ def found(name, arguments, given):
             importance = policies.OutputChange(Scored(given["score"]), arguments["fast"])
         case "lagkv":
             importance = policies.LagRelative(arguments["lag"], arguments["sinks"])
+        case "noncausal_mass":
+            # Chunks of the case; the last is filled.
+            more = -size % arguments["chunk"]
+            query = np.pad(given["query"], ((0, 0), (0, more), (0, 0))).reshape(1, 1, 2, -1, arguments["chunk"], 8)
+            key = np.pad(given["key"], ((0, more), (0, 0))).reshape(1, 1, -1, arguments["chunk"], 8)
+            counted = (np.arange(size + more) < size).reshape(key.shape[:-1])
+            chunks = noncausal_mass(*map(jnp.asarray, (query, key, counted)), 8**-0.5)
+            return np.asarray(chunks).ravel()[:size]
+        case "leverage" if "sketch" in given:
+            sketch = jnp.asarray(given["sketch"], jnp.float32)
+            return np.asarray(leverage_scores(view.key, view.live, arguments["ridge"], sketch))[0, 0]
         case "leverage":
             importance = policies.Leverage(arguments["ridge"])
         case "cur":
@@ -245,6 +260,25 @@ def test_a_draw_depends_on_neither_the_place_of_a_row_nor_the_other_heads():
         assert not np.isclose(other[0] - other[0, 0, 0], whole[0] - whole[0, 0, 0]).all(axis=1).any()
 
 
+@pytest.mark.parametrize("layer", [0, 3])
+def test_leverage_of_a_sketch(layer):
+    """The weight `blend` multiplies the leverage of keys in Gaussian directions, which each layer draws for itself."""
+    rng, memory = np.random.default_rng(layer), policies.PromptQueries(2**31 - 1)
+    key, value = rng.normal(size=(2, 30, 6))
+    query = jnp.asarray(rng.normal(size=(1, 1, 2, 30, 6)), jnp.float32)
+    row = jnp.full(1, 30, jnp.int32)
+    view = view_of(np.arange(30), key, value)._replace(
+        layer=jnp.int32(layer), prompt=row, budget=row // 2, memory={memory.name: {"query": query}}
+    )
+    one, two = (
+        np.asarray(policies.LeverageAndMass(0, 0, 7, blend, 0.1, sketch=3, seed=5).score({}, view))[0, 0]
+        for blend in (1.0, 2.0)
+    )
+    drawn = jax.random.normal(jax.random.fold_in(jax.random.key(5), layer), (6, 3)) / 3**0.5
+    expected = reference.leverage_of((key - key.mean(axis=0)) @ np.asarray(drawn), 0.1)
+    np.testing.assert_allclose(two - one, (expected - expected.mean()) / expected.std(ddof=1), atol=2e-5)
+
+
 @pytest.mark.parametrize("live", [3, 11, 37, 40])
 def test_scores_of_slots_in_any_order(live):
     """Empty slots and the order of slots change nothing."""
@@ -296,6 +330,10 @@ def test_scores_of_slots_in_any_order(live):
         (lambda: policies.h2o(9, variant="ring", every=2), "defined token by token"),
         (lambda: policies.adakv(policies.lagkv(8, every=4)), "is not a compressor"),
         (lambda: policies.lagkv(8, lag=0), "lag must be a whole number of at least 1"),
+        (lambda: policies.compactor(8), "protects 12 slots, more than its budget of 8"),
+        (lambda: policies.compactor(16, chunk=0), "chunk must be a whole number of at least 1"),
+        (lambda: policies.compactor(16, blend=-1), "blend must be a number from 0"),
+        (lambda: policies.caote(policies.compactor(16)), "compactor.*is not an amount of attention"),
         (lambda: policies.leverage(8, ridge=0), "ridge must be a number from"),
     ],
 )

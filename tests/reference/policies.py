@@ -34,7 +34,7 @@ from tests.reference.eviction import (
 )
 from tests.reference.matched import matched
 from tests.reference.prompt_replay import kvzip
-from tests.reference.queries import expected_attention, morphkv, rkv
+from tests.reference.queries import compactor, expected_attention, morphkv, rkv
 from tests.reference.rounds import gkv, ladder
 from tests.reference.scores import caote, cur, lagkv, leverage, phases, value_aware
 
@@ -118,6 +118,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "lagkv": lagkv,
     "leverage": leverage,
     "cur": cur,
+    "compactor": compactor,
     "matched": matched,
     "kvzip": kvzip,
 }

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.reference.base import Array, Policy, Ranking, View, newest
+from tests.reference.base import Array, Policy, Ranking, View, lowest, newest
+from tests.reference.scores import leverage_of
 
 
 def softmax(x: Array) -> Array:
@@ -108,3 +109,42 @@ def expected_attention(
     if every is None:
         return Policy(budget, rank, at_prompt_end_only=True, **options)
     return Policy(budget, rank, every=every, **options)
+
+
+def noncausal_mass(queries: Array, key: Array, chunk: int) -> Array:
+    """[S] of queries [S, G, D] and keys [S, D] in the order of their positions."""
+    found = np.zeros(len(key))
+    for start in range(0, len(key), chunk):
+        part = slice(start, start + chunk)
+        logits = np.einsum("igd,jd->gij", queries[part], key[part]) / math.sqrt(key.shape[1])
+        found[part] = softmax(logits).sum(axis=1).mean(axis=0)
+    return found
+
+
+def compactor(
+    budget: Any, sinks: int = 8, recent: int = 4, chunk: int = 256, blend: float | None = None, ridge: float = 0.01,
+    **options: Any,
+) -> Policy:  # fmt: skip
+    """Scores are standardised over all heads, so that the heads of a layer are ranked together."""
+
+    def shares(heads: list[View]) -> list[tuple[Array, float]]:
+        size, slots = len(heads[0].position), heads[0].budget
+        inner = slice(sinks, size - recent)
+        weight = 1 - slots / size if blend is None else blend
+        columns = []
+        for view in heads:
+            queries = np.array([each.rotated for each in view.queries])[inner]
+            mass = noncausal_mass(queries, view.rotated[inner], chunk) * np.linalg.norm(view.value[inner], axis=1)
+            mass = np.convolve(mass, np.ones(3) / 3, mode="same")
+            columns.append((leverage_of(view.unrotated[inner], ridge), mass))
+        leverage, mass = ((x - x.mean()) / max(x.std(ddof=1), 1e-6) for x in np.moveaxis(np.array(columns), 1, 0))
+        choices = []
+        for score in weight * leverage + mass:
+            priority = np.full(size, np.inf)
+            priority[inner] = score
+            gone, gap = lowest(priority, heads[0].position, size - slots)
+            choices.append((~np.isin(np.arange(size), gone), gap))
+        return choices
+
+    # A prompt within the budget is ranked by anything.
+    return Policy(budget, lambda view: Ranking(view.position * 1.0), shares=shares, at_prompt_end_only=True, **options)

@@ -19,6 +19,7 @@ EXAMPLES: Mapping[str, str] = {
     "snapkv": "snapkv(64, window=16)",
     "pyramidkv": "pyramidkv(64, window=16)",
     "lagkv": "lagkv(64, lag=16)",
+    "compactor": "compactor(64, chunk=64)",
     "lazy": "lazy(64, every=8)",
     "rkv": "rkv(64, every=8)",
     "morphkv": "morphkv(64, window=16)",

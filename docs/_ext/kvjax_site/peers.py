@@ -39,6 +39,7 @@ NAMES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "lagkv": ((KVPRESS, "LagKVPress", ""),),
     "leverage": ((KVPRESS, "LeverageScorePress", "keys are not rounded to a grid"),),
     "cur": ((KVPRESS, "CURPress", ""),),
+    "compactor": ((KVPRESS, "CompactorPress", "logits are not scaled; mean and deviation over the batch"),),
     "kvzip": ((KVPRESS, "KVzipPress", "slots are shared by all heads of all layers"),),
     "adakv": ((KVPRESS, "AdaKVPress", "masks what it evicts, so that no memory is freed"),),
     "chunkkv": ((KVPRESS, "ChunkKVPress", "keeps whole chunks alone"),),
