@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.arguments import count_argument, number_argument
+from kvjax.numerics.soft_cap import soft_capped
 from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Stats, View
@@ -28,8 +29,9 @@ def relative(x: Array) -> Array:
 class GlobalScore(RoundMemory):
     """Remembers the largest attention of each slot over rounds, of which older ones count less: F = max(α·F, a).
 
-    a is the mean over the last `window` queries of the largest attention of the query heads that share a KV head,
-    divided by its maximum over the slots that are older than these queries; 0 for the others.
+    a is the mean over the last `window` queries of the largest attention of the query heads that share a KV head, to
+    the slots that each query sees, divided by its maximum over the slots that are older than all of these queries; 0
+    for the others.
 
     Attributes:
       window: the number of newest queries.
@@ -55,7 +57,11 @@ class GlobalScore(RoundMemory):
         logits, older, there = recent_logits(view, self.window)
         position = view.memory[RecentQueries(self.window).name]["position"]
         # [B, K, w, S]
-        seen = view.live[:, :, None] & (view.position[:, :, None] <= position[..., None])
+        distance = position[..., None] - view.position[:, :, None]
+        seen = view.live[:, :, None] & (distance >= 0)
+        if view.window is not None:
+            seen &= distance < view.window
+        logits = soft_capped(logits, view.soft_cap)
         shares = softmax_over(logits, jnp.broadcast_to(seen[:, :, None], logits.shape))
         mean = mean_over_queries(jnp.max(shares, axis=2), there)
         return relative(jnp.where(older, mean, 0.0))

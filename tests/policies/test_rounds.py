@@ -9,6 +9,9 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.cache.context_parallel import refusals
+from kvjax.cache.planning.limits import Sizes
+from kvjax.cache.planning.lowering import lower
+from kvjax.cache.spec import as_spec
 from kvjax.errors import PolicyError
 from kvjax.numerics.rope import Rope
 from kvjax.policies import RoundMemory
@@ -100,8 +103,14 @@ def test_kernels_and_divided_slots_say_that_they_have_no_memory_of_rounds():
     assert not group.memory and group.remembers == (Survived().name,)
     alone = dataclasses.replace(group, policy=dataclasses.replace(group.policy, every=1))
     assert refusals.refuses(alone, 2, 8) == "policy counting remembers earlier evictions"
-    layout = layers.lowered(counting(memories=(Survived(),)), CASE, "auto").layout
-    assert layout.decode[-1][0].step_implementation is None
+    sizes = Sizes(2, 64, 64, 64, 64, None, rounded=False)
+    config = dataclasses.replace(layers.config(CASE), head_dim=128)
+    for memories, kernel in (((), "pallas_tpu"), ((Survived(),), None)):
+        policy = dataclasses.replace(counting(memories=memories), every=1)
+        layout = lower(as_spec(policy), config, sizes, np.array([64, 64]), platform="tpu").layout
+        ((group,),) = layout.decode
+        assert group.step_implementation == kernel
+    assert any("a memory of earlier evictions" in reason for reason in group.reasons)
 
 
 def test_a_ladder_is_laid_over_the_layers_of_the_model():

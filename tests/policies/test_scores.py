@@ -195,6 +195,25 @@ def test_worked_scores(worked, name, case):
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5 if name == "leverage" else 2e-6)
 
 
+def test_attention_of_a_layer_with_a_sliding_window_and_a_soft_cap():
+    """G-KV looks at what the layer's own queries pay the slots that they see."""
+    rng = np.random.default_rng(4)
+    size, window, cap, sees = 20, 3, 1.5, 9
+    key, query = rng.normal(size=(size, 6)), 2 * rng.normal(size=(2, window, 6))
+    view = view_of(np.arange(size), key, key)._replace(
+        memory=last_queries(np.float32(query), size - window), scale=0.5, soft_cap=cap, window=sees
+    )
+    paid = np.zeros((2, window, size))
+    for head, each in np.ndindex(2, window):
+        own = slice(size - window + each - sees + 1, size - window + each + 1)
+        weights = np.exp(cap * np.tanh(0.5 * key[own] @ query[head, each] / cap))
+        paid[head, each, own] = weights / weights.sum()
+    expected = paid.max(axis=0).mean(axis=0)[:-window]
+    got = np.asarray(policies.GlobalScore(window, 0.8).attention(view))[0, 0]
+    np.testing.assert_allclose(got[:-window], expected / expected.max(), rtol=1e-5)
+    assert not got[-window:].any()
+
+
 def exact_draws(weights, number):
     """The law of the first `number` of a draw without replacement: tuples of indices -> probability."""
     law = {(): 1.0}
