@@ -40,6 +40,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "lserve": {"page": 4, "sub": 2, "every": 3, "budget": 16, "first_layer": 0},
     "retrieval": {"chunk": 4, "budget": 16}, "tokenselect": {"k": 6, "sinks": 2, "recent": 3},
     "shadowkv": {"rank": 5, "chunk": 4, "budget": 8, "local": 1, "outliers": 1},
+    "alisa": {"budget": 9, "queries": 3}, "a2ats": {"k": 6, "codes": 4, "sinks": 1, "recent": 2},
 }  # fmt: skip
 HALF = ((True, False), (False, True))  # of two layers of two KV heads
 

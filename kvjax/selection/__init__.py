@@ -2,6 +2,8 @@
 
 from kvjax.arguments import Registry
 from kvjax.errors import SelectionError
+from kvjax.selection.a2ats import Codebook, a2ats
+from kvjax.selection.alisa import Alisa, alisa
 from kvjax.selection.base import Held, Selection, SelectView
 from kvjax.selection.choose import best, compact, grouped_logits, mark_ends, rank
 from kvjax.selection.everything import ReadAll, everything
@@ -27,13 +29,15 @@ SELECTIONS: Registry[Selection] = Registry(
         "retrieval": retrieval,
         "tokenselect": tokenselect,
         "shadowkv": shadowkv,
+        "alisa": alisa,
+        "a2ats": a2ats,
     },
 )
 by_name, accepts, names = SELECTIONS.by_name, SELECTIONS.accepts, SELECTIONS.names
 
 __all__ = [
-    "SELECTIONS", "Allowed", "Held", "Hindsight", "InfiniGen", "LServe", "Local", "MeanKeys", "Optimal", "Pages",
-    "Quest", "ReadAll", "SelectView", "Selection", "ShadowKV", "TokenSelect", "accepts", "best", "by_name",
-    "compact", "everything", "grouped_logits", "infinigen", "lserve", "mark_ends", "names", "optimal", "quest", "rank",
-    "retrieval", "shadowkv", "tokenselect",
+    "SELECTIONS", "Alisa", "Allowed", "Codebook", "Held", "Hindsight", "InfiniGen", "LServe", "Local", "MeanKeys",
+    "Optimal", "Pages", "Quest", "ReadAll", "SelectView", "Selection", "ShadowKV", "TokenSelect", "a2ats", "accepts",
+    "alisa", "best", "by_name", "compact", "everything", "grouped_logits", "infinigen", "lserve", "mark_ends", "names",
+    "optimal", "quest", "rank", "retrieval", "shadowkv", "tokenselect",
 ]  # fmt: skip

@@ -148,6 +148,8 @@ LOOKS = {
     "shadowkv": (
         selection.shadowkv(5, 2, 4, local=1, outliers=1), lambda: looks.ShadowKV(SCALE, turned, 5, 2, 4, 1, 1),
     ),
+    "alisa": (selection.alisa(5, queries=2), lambda: looks.Alisa(5, 2)),
+    "a2ats": (selection.a2ats(3, codes=3), lambda: looks.Codebook(SCALE, 3, 3)),
 }  # fmt: skip
 
 

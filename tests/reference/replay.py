@@ -7,6 +7,7 @@ takes the place of its exact key and value once, after the step in which it is d
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -229,7 +230,10 @@ def _row(storage: Given, tokens: list[Array], n: int, policy: Policy, theta, loo
             restored = None
             if choice is not None and look is not None and len(choice.chosen):
                 restored = look.restored(index, choice.chosen)
-            output.append(_attend(slots.head, query[:, index], position, n, policy, theta, budget, choice, restored))
+            watch = None if look is None else functools.partial(look.observe, index)
+            output.append(
+                _attend(slots.head, query[:, index], position, n, policy, theta, budget, choice, restored, watch)
+            )
         outputs.append(np.concatenate(output, axis=1))
         before = [_tokens(slots) for slots in layer]
         if budget is not None and (stop == n or not policy.at_prompt_end_only):
@@ -251,7 +255,7 @@ def _row(storage: Given, tokens: list[Array], n: int, policy: Policy, theta, loo
 
 
 def _attend(
-    head: Head, query: Array, position: Array, n: int, policy: Policy, theta, budget, choice, restored
+    head: Head, query: Array, position: Array, n: int, policy: Policy, theta, budget, choice, restored, watch=None
 ) -> Array:
     """Attends to what is chosen, or to everything, and observes it: the output [n, G, D]."""
     chosen = shown = None
@@ -268,6 +272,8 @@ def _attend(
         probabilities, sees = attend(head, query, position, policy, theta, shown)
     head.key = key
     reduce = np.mean if policy.group_reduce == "mean" else np.max
+    if watch is not None:
+        watch(reduce(probabilities, axis=0), head.position, position)
     observe(head, Observed(reduce(probabilities, axis=0), sees, position, n, head.position, chosen), policy)
     if policy.hides is not None:
         allow(head, policy, budget)

@@ -89,6 +89,9 @@ class Look:
     def begin(self, query: Array, key: Array, plain: Array) -> None:
         """The whole prompt: query [n, K, G, D], key [n, K, D], and the same before it was rotated."""
 
+    def observe(self, head: int, probability: Array, held: Array, position: Array) -> None:
+        """Probabilities [n, S] of queries at `position` [n] on the slots of a head, the means of its group."""
+
     def choose(self, query: Array, key: list[Array], held: list[Array]) -> list[Choice]:
         """One choice for each KV head, for query [K, G, D]."""
         raise NotImplementedError
@@ -338,6 +341,92 @@ class ShadowKV(Look):
         return self.rotate(self.product[position, head], position)
 
 
+class Alisa(Look):
+    """Half of the slots are the newest, half those to which the last `queries` queries paid the most."""
+
+    exact = False
+
+    def __init__(self, slots, queries=4, window=None):
+        self.slots, self.queries, self.window = slots, queries, window
+        self.paid: dict[tuple[int, int], dict[int, float]] = {}  # head and slot -> position of a query -> probability
+
+    def observe(self, head: int, probability: Array, held: Array, position: Array) -> None:
+        for row, at in zip(probability, position, strict=True):
+            for slot, each in zip(held.tolist(), row.tolist(), strict=True):
+                self.paid.setdefault((head, slot), {})[int(at)] = each
+
+    def choose(self, query: Array, key: list[Array], held: list[Array]) -> list[Choice]:
+        found = []
+        for head, own in enumerate(held):
+            now = own[-1]
+            those, always = split(own, 0, self.slots // 2 - 1)
+            if self.window is not None:
+                those, always = (x[x > now - self.window] for x in (those, always))
+            last = range(now - self.queries, now)
+            worth = np.array([sum(self.paid.get((head, p), {}).get(t, 0.0) for t in last) for p in those.tolist()])
+            best, gap = top(worth, those, self.slots - self.slots // 2)
+            found.append(Choice(those[best], always, gap))
+        return found
+
+
+class Codebook(Look):
+    """Keys are replaced by the nearest entry of a codebook of the prompt's keys."""
+
+    def __init__(self, scale, k, codes=64, rounds=4, sinks=0, recent=1, window=None):
+        self.scale, self.k, self.codes, self.rounds = scale, k, codes, rounds
+        self.sinks, self.recent, self.window = sinks, recent, window
+        self.books: list[Array] = []
+        self.code: list[dict[int, int]] = []
+        self.gap = math.inf
+
+    def begin(self, query: Array, key: Array, plain: Array) -> None:
+        flat = np.moveaxis(query, 1, 0).reshape(query.shape[1], -1, query.shape[3])
+        self.metric = [own.T @ own for own in flat.astype(np.float64)]
+
+    def nearest(self, head: int, keys: Array, book: Array) -> Array:
+        difference = keys[:, None] - book[None]
+        distance = np.einsum("nmd,de,nme->nm", difference, self.metric[head], difference)
+        size = np.einsum("nd,de,ne->n", keys, self.metric[head], keys)
+        for row, scale in zip(distance, size, strict=True):
+            nearest = np.sort(np.unique(row))
+            # Entries that are the same are no close call.
+            differ = nearest[nearest > nearest[0] + 1e-12 * scale]
+            self.gap = min([self.gap, *((differ[:1] - nearest[0]) / max(scale, 1e-300))])
+            row[row <= nearest[0] + 1e-12 * scale] = nearest[0]
+        return distance.argmin(axis=1)
+
+    def made(self, head: int, keys: Array) -> Array:
+        book = keys[np.arange(self.codes) * len(keys) // self.codes].astype(np.float64)
+        for _ in range(self.rounds):
+            code = self.nearest(head, keys, book)
+            book = np.stack([keys[code == m].mean(axis=0) if (code == m).any() else book[m] for m in range(self.codes)])
+        return book
+
+    def choose(self, query: Array, key: list[Array], held: list[Array]) -> list[Choice]:
+        found = []
+        for head, (keys, own) in enumerate(zip(key, held, strict=True)):
+            if len(self.books) <= head:
+                # Everything but the new token is what was left of the prompt.
+                self.books.append(self.made(head, keys[:-1]))
+                self.code.append({})
+            codes = self.code[head]
+            unknown = [i for i, p in enumerate(own.tolist()) if p not in codes]
+            for i, code in zip(unknown, self.nearest(head, keys[unknown], self.books[head]), strict=True):
+                codes[int(own[i])] = int(code)
+            those, always = split(own, self.sinks, self.recent - 1)
+            if self.window is not None:
+                those, always = (x[x > own[-1] - self.window] for x in (those, always))
+            if not len(those):
+                found.append(Choice(those, always, self.gap))
+                continue
+            table = self.scale * query[head] @ self.books[head].T
+            score = table[:, [codes[p] for p in those.tolist()]]
+            rank = (score - score.max(axis=1, keepdims=True)).max(axis=0)
+            best, gap = top(rank, those, self.k, logits=True)
+            found.append(Choice(those[best], always, min(gap, self.gap)))
+        return found
+
+
 class Layer(NamedTuple):
     """One row of a layer.
 
@@ -383,7 +472,9 @@ def run_layer(layer: Layer, prompt: int, look: Look, scale: float, kept=None, wi
             read = np.sort(np.concatenate([choice.chosen, choice.always]))
             text.chosen[at, choice.chosen] = True
             text.read[at, read] = True
-            text.output[at] = attend(layer.query[at, head], keys[read], scale) @ layer.value[read, head]
+            probability = attend(layer.query[at, head], keys[read], scale)
+            look.observe(head, probability.mean(axis=0)[None], read, np.array([at]))
+            text.output[at] = probability @ layer.value[read, head]
             texts[head] = text._replace(gap=min(text.gap, choice.gap))
     return texts
 

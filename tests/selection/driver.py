@@ -231,6 +231,8 @@ def _step(layer: Slots, query, key, value, guess, at, prompt, budget, selection,
         read = chosen | selection.always(index, view)
     # [B, K, n, S]
     mask = read[:, :, None] & (position[:, :, None] <= at[:, None, :, None])
+    if window is not None:
+        mask &= position[:, :, None] > at[:, None, :, None] - window
     keys = layer.key
     restored = None if selection.in_prompt else selection.restore(index, jnp.where(read, position, -1))
     if restored is not None:
@@ -240,7 +242,11 @@ def _step(layer: Slots, query, key, value, guess, at, prompt, budget, selection,
     weights = jnp.where(mask[:, :, None], jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
     weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
     output = jnp.einsum("bkgns,bksd->bkgnd", weights, layer.value)
-    index = selection.settle(index, {"mass": jnp.sum(jnp.mean(weights, axis=2), axis=2)}, view)
+    paid = jnp.mean(weights, axis=2)
+    age, left = (jnp.where(at >= 0, last[:, None] - at, -1) for last in (newest, prompt - 1))
+    columns = {"mass": jnp.sum(paid, axis=2)}
+    columns |= {each.name: each.reduce(paid, each.query_weights(age, left)) for each in selection.needs}
+    index = selection.settle(index, columns, view)
     return layer._replace(index=index), (output, mask, jnp.broadcast_to(chosen[:, :, None], mask.shape))
 
 

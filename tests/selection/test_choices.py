@@ -17,6 +17,8 @@ from kvjax.selection import (
     Quest,
     ShadowKV,
     TokenSelect,
+    a2ats,
+    alisa,
     infinigen,
     lserve,
     optimal,
@@ -93,6 +95,15 @@ LOOKS = {
         lambda window=None: guess(window, alpha=1.5, ratio=0.25, cap=1.0, columns="union", recent=1),
     ),
     "infinigen, one": (infinigen(0, cap=1.0), lambda window=None: guess(window, alpha=0, cap=1.0)),
+    "alisa": (alisa(9, queries=3), lambda window=None: reference.Alisa(9, 3, window)),
+    "alisa, one query": (alisa(6, queries=1), lambda window=None: reference.Alisa(6, 1, window)),
+    "a2ats": (
+        a2ats(5, codes=4, sinks=1, recent=3),
+        lambda window=None: reference.Codebook(SCALE, 5, 4, sinks=1, recent=3, window=window),
+    ),
+    "a2ats, more codes than tokens": (
+        a2ats(4, codes=40, rounds=2), lambda window=None: reference.Codebook(SCALE, 4, 40, 2, window=window),
+    ),
 }  # fmt: skip
 
 
@@ -132,7 +143,7 @@ def test_shadowkv(numbers, heads):
     assert_same(run(made, batch), batch, expected(lambda: shadow(*numbers)))
 
 
-@pytest.mark.parametrize("name", LOOKS)
+@pytest.mark.parametrize("name", [name for name in LOOKS if not LOOKS[name][0].in_prompt])
 def test_the_new_token_behind_the_slots(name):
     """As where slots are held in a code. A short page's is that of the slot that it will be written to."""
     made, make = LOOKS[name]
@@ -241,7 +252,7 @@ def test_of_equal_slots_the_newer(selection):
     assert_same(run(made, batch), batch, expected(make))
 
 
-@pytest.mark.parametrize("name", ["quest", "lserve", "retrieval", "infinigen"])
+@pytest.mark.parametrize("name", ["quest", "lserve", "retrieval", "infinigen", "a2ats"])
 def test_what_a_compressor_left(name):
     """The i-th survivor of a head is in page i // page, whatever its position; heads have lost different tokens."""
     batch = texts("gqa", seed=4)
@@ -318,7 +329,7 @@ def test_counts(name):
         assert not (chosen & ~past).any() and (read & new).any(axis=-1).all() and not (chosen & ~read).any()
         number = chosen.sum(axis=-1)
         assert number.max() <= (selection.most or 10_000) and read.sum(axis=-1).max() <= width
-        if name in ("optimal", "quest", "tokenselect"):
+        if name in ("optimal", "quest", "tokenselect", "alisa", "a2ats"):
             beside = read.sum(axis=-1) - number
             candidates = np.arange(prompt, length) + 1 - beside
             np.testing.assert_array_equal(number, np.minimum(selection.most, candidates))
@@ -330,6 +341,7 @@ def test_counts(name):
         optimal(36), quest(4, 40), lserve(4, 2, 3, 40), retrieval(4, 40), retrieval(4, 40, every=9),
         tokenselect(36, 2, 3), tokenselect(1, 36, 1), infinigen(math.inf, cap=1.0), infinigen(math.inf, cap=36),
         infinigen(0, recent=36), shadowkv(3, 2, 36, local=0, outliers=0), shadowkv(3, 2, 2, local=36),
+        alisa(37), a2ats(36, codes=3), a2ats(1, codes=3, recent=37),
         shadowkv(3, 2, 2, local=0, outliers=18),
     ],
     ids=repr,

@@ -12,7 +12,9 @@ from kvjax.errors import PolicyError, SelectionError
 from kvjax.policies.budget import Fraction, Given, PerLayer, Slots
 from kvjax.selection import (
     SELECTIONS,
+    Alisa,
     Allowed,
+    Codebook,
     Hindsight,
     InfiniGen,
     Local,
@@ -22,7 +24,9 @@ from kvjax.selection import (
     ReadAll,
     ShadowKV,
     TokenSelect,
+    a2ats,
     accepts,
+    alisa,
     by_name,
     everything,
     infinigen,
@@ -90,6 +94,8 @@ def test_widths():
         201,
         None,
     )
+    assert (alisa(9).ends, alisa(9).most, alisa(9).width(10), alisa(9).width(9)) == ((0, 3), 5, 9, None)
+    assert (a2ats(6, sinks=2, recent=3).ends, a2ats(6, sinks=2, recent=3).width(1000)) == ((2, 2), 11)
     assert shadowkv(5, 4, 12).most == 12 and shadowkv(5, 4, 12).width(1000) is None
     assert shadowkv(5, 4, 12, local=1, outliers=2).bound(2, 30).width(1000) == 12 + 4 * 4 + 30
     # A window that a choice covers makes a layer dense; InfiniGen is so in the first layers, whatever is chosen.
@@ -119,7 +125,7 @@ def test_one_slot_is_not_all_of_them():
         (lambda: everything(3), r"everything\(\): too many positional arguments; it accepts no arguments"),
         (
             lambda: by_name("quests", page=3),
-            r"unknown selection 'quests'; did you mean 'quest'\? known selections: everything, .*, quest",
+            r"unknown selection 'quests'; did you mean 'quest'\? known selections: a2ats, .*, quest",
         ),
         *(
             (lambda alpha=alpha: infinigen(alpha), "^selection infinigen: alpha must be a number of at least 0")
@@ -150,6 +156,10 @@ def test_one_slot_is_not_all_of_them():
         (lambda: retrieval(8, 64, every=0), "every must be"),
         (lambda: tokenselect(0), "^selection tokenselect: k must be a whole number of at least 1; got 0"),
         (lambda: tokenselect(4, -1), "sinks must be"),
+        (lambda: alisa(1), "^selection alisa: budget must be a whole number of at least 2; got 1"),
+        (lambda: alisa(8, queries=0), "^selection alisa: queries must be a whole number of at least 1; got 0"),
+        (lambda: a2ats(0), "^selection a2ats: k must be a whole number of at least 1; got 0"),
+        (lambda: a2ats(4, codes=0), "codes must be"),
         (lambda: tokenselect(4, recent=0), "recent must be a whole number of at least 1"),
         (lambda: tokenselect(4, reuse=1.5), "reuse must be a number from -1 to 1; got 1.5"),
         (lambda: tokenselect(), "missing a required argument: 'k'"),
@@ -219,7 +229,8 @@ def test_policies(name):
     assert bool(infinigen().refuses(policy)) == (name in MERGES)
     assert bool(tokenselect(8).refuses(policy)) == (name not in {*KEEPS, *ALIGNED, "some layers by pages"} - {"snapkv"})
     assert bool(shadowkv(budget=8).refuses(policy)) == (name not in set(KEEPS) - {"snapkv"})
-    assert bool(optimal(8).refuses(policy)) == (name in MERGES)
+    for each in (optimal(8), alisa(8), a2ats(8)):
+        assert bool(each.refuses(policy)) == (name in MERGES)
     for variant in VARIANTS:
         assert bool(variant.refuses(policy)) == (name != "full")
 
@@ -229,7 +240,7 @@ def test_positions_and_storages(selection):
     coded = int8()
     delayed = Storage(key=coded.key, value=coded.value, residual=8)
     pages = isinstance(selection, Pages)
-    rotated = isinstance(selection, (Pages, InfiniGen, TokenSelect, ShadowKV))
+    rotated = isinstance(selection, (Pages, InfiniGen, TokenSelect, ShadowKV, Codebook))
     assert selection.refuses(policies.full(), coded) is None
     assert bool(selection.refuses(policies.full(), coded, positions="cache")) == rotated
     assert bool(selection.refuses(policies.full(), delayed)) >= pages
@@ -261,5 +272,6 @@ def test_indices_are_by_row_and_head(selection):
     shared = {"left"}  # one for all heads
     assert all(leaf.shape[:2] == (3, 1 if name in shared else 2) for name, leaf in index.items())
     assert selection.per_slot <= set(index) and all(index[name].shape[2] == 40 for name in selection.per_slot)
-    assert selection.needs == frozenset() or {each.name for each in selection.needs} == {"mass"}
+    needs = {"last", "tail[1]", "tail[2]", "tail[3]"} if isinstance(selection, Alisa) else {"mass"}
+    assert selection.needs == frozenset() or {each.name for each in selection.needs} == needs
     assert isinstance(selection, ReadAll) == selection.reads_all

@@ -45,6 +45,8 @@ ALL = {
     "retrieval": selection.retrieval(4, 32, every=2),
     "tokenselect": selection.tokenselect(31, 2, 3),
     "shadowkv": selection.shadowkv(1000, 4, 32, local=0, outliers=0),
+    "alisa": selection.alisa(32),
+    "a2ats": selection.a2ats(31, codes=4),
     "shadowkv of outliers": selection.shadowkv(1, 4, 4, local=0, outliers=9),
 }
 
@@ -103,6 +105,8 @@ FEW = {
     "lserve": selection.lserve(4, 2, 3, 12, first_layer=0),
     "tokenselect": selection.tokenselect(5, 1, 2),
     "shadowkv": selection.shadowkv(5, 2, 4, local=1, outliers=1),
+    "alisa": selection.alisa(8, queries=2),
+    "a2ats": selection.a2ats(5, codes=4),
 }
 
 

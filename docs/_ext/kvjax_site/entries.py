@@ -53,6 +53,8 @@ EXAMPLES: Mapping[str, str] = {
     "retrieval": "retrieval(chunk=8, budget=512)",
     "tokenselect": "tokenselect(k=512)",
     "shadowkv": "shadowkv(budget=512)",
+    "alisa": "alisa(512)",
+    "a2ats": "a2ats(512)",
 }
 #: Further examples whose bytes are shown.
 MORE: Mapping[str, tuple[str, ...]] = {

@@ -23,6 +23,8 @@ EXAMPLES: Mapping[str, str] = {
     "retrieval": "retrieval(chunk=8, budget=64)",
     "tokenselect": "tokenselect(k=24, sinks=4, recent=24)",
     "shadowkv": "shadowkv(rank=32, chunk=8, budget=32, local=1, outliers=2)",
+    "alisa": "alisa(48)",
+    "a2ats": "a2ats(k=47)",
 }
 #: Changes whenever the pictures would.
 VERSION = "1"
