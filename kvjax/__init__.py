@@ -8,7 +8,7 @@ Text and tokens
   `generate_text` takes texts and conversations, and returns a `TextGeneration`. `generate` takes token ids, and returns
   a `Generation`; `Greedy` and `Sample` choose the tokens. `log_likelihood` scores texts (`LogLikelihood`), and
   `score_choices` the continuations of a context (`ChoiceScore`). Within `reuse_prompts`, calls on equal prompts under
-  several caches compute them once.
+  several caches compute them once. `cartridge` trains the slots of a compacted context (`Cartridge`).
 
 Caches
   `CacheSpec` is a policy, a storage and a selection. `policies`: which slots stay, such as ``policies.h2o(0.2)``.
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvjax.cache import CacheSpec, KVState, LayerKV, Limits
     from kvjax.checkpoint.huggingface import load
     from kvjax.checkpoint.writer import save
+    from kvjax.generation.cartridge import Cartridge, cartridge
     from kvjax.generation.generate import Generation, generate
     from kvjax.generation.likelihood import LogLikelihood, log_likelihood
     from kvjax.generation.multiple_choice import ChoiceScore, score_choices
@@ -68,6 +69,7 @@ __all__ = [
     "CacheOptions",
     "CacheSpec",
     "Calibration",
+    "Cartridge",
     "ChoiceScore",
     "Generation",
     "Greedy",
@@ -84,6 +86,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "calibrated",
+    "cartridge",
     "compress_kv_heads",
     "generate",
     "generate_text",
@@ -109,6 +112,7 @@ _load, __dir__ = lazy.attach(
         "kvjax.cache": ("CacheSpec", "KVState", "LayerKV", "Limits"),
         "kvjax.checkpoint.huggingface": ("load",),
         "kvjax.checkpoint.writer": ("save",),
+        "kvjax.generation.cartridge": ("Cartridge", "cartridge"),
         "kvjax.generation.generate": ("Generation", "generate"),
         "kvjax.generation.likelihood": ("LogLikelihood", "log_likelihood"),
         "kvjax.generation.multiple_choice": ("ChoiceScore", "score_choices"),

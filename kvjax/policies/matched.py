@@ -229,19 +229,20 @@ class MatchedAttention(Merge):
             # [t, S]
             logits = logits_of(query, head, scale, cap)
             largest = jnp.max(logits, axis=1, keepdims=True)
-            shifted = jnp.where(head.seen, logits - jnp.where(jnp.isfinite(largest), largest, 0.0), -jnp.inf)
-            terms = jnp.where(real[:, None], jnp.exp(shifted), 0.0)
+            largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+            terms = jnp.where(real[:, None], jnp.exp(logits - largest), 0.0)
             # [t]
             total = jnp.sum(terms, axis=1)
             output = jnp.matmul(terms, exact, precision=HIGHEST) / jnp.where(total > 0, total, 1.0)[:, None]
-            return shifted[:, order], total, output
+            # The very numbers that are summed up: another product would round otherwise.
+            return (logits - largest)[:, order], total, output
 
         # [tiles, t, b], [tiles, t] and [tiles, t, D], then without tiles
         found = jax.lax.map(attend, tiles_of(head))
         logits, total, output = (x.reshape(-1, *x.shape[2:]) for x in found)
-        # [N] and [b]
-        real, stays = total > 0, kept[order]
-        both = real[:, None] & stays
+        # [b] and [N, b]
+        stays = kept[order]
+        both = (total > 0)[:, None] & stays
         logits = jnp.where(both, logits, -jnp.inf)
         weight = jnp.maximum(nnls(jnp.exp(logits), total, stays), SMALLEST_WEIGHT)
         log_weight = jnp.where(stays, jnp.log(weight), 0.0)

@@ -133,6 +133,7 @@ _LIST = [
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
     # Rounds, in rows that are due in different steps, and memories of queries and of rounds.
     Case("gqa", "gkv", "data:2,model:4", prefill_block=8, ragged=True, every=3),
+    Case("gqa", "matched", "data:2,model:2", ragged=True, scored=True),
     # A prompt's queries are divided, and the order of their devices counts.
     Case("mqa", "lazy", "data:2,model:4", ragged=True, every=3, parts=1),
     Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),

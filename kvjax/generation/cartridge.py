@@ -1,0 +1,211 @@
+"""Cartridges: slots of a compacted context that are trained on the text that follows it, with the model frozen."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax.arguments import count_argument, number_argument, plain_signature
+from kvjax.cache.layer_stack import arranged_state, stacked_runs
+from kvjax.cache.planning.layout import Phase
+from kvjax.cache.state import Block, KVState, Layer, LayerKV
+from kvjax.errors import InputError
+from kvjax.generation.generate import check_room
+from kvjax.generation.multiple_choice import takes_blocks, without_step_kernels
+from kvjax.generation.prefill import Prefilled
+from kvjax.inputs import check_batch
+from kvjax.models.bound import bind, logprobs_of
+from kvjax.models.config import DecoderConfig
+from kvjax.models.model import Model
+from kvjax.parallel import distributed
+from kvjax.parallel.sharding import Params
+from kvjax.policies.matched import LOG_WEIGHT
+from kvjax.summary import one_line
+
+Array = jax.Array
+Slots = list[list[dict[str, Array]]]  # per layer and group: key, value and log_weight
+
+
+class Cartridge(NamedTuple):
+    """The result of `cartridge`.
+
+    Attributes:
+      prefilled: the cache with trained slots, which is continued like any other.
+      losses: [steps + 1] float32, the mean negative log-probability of a token, before each step and after the last.
+    """
+
+    prefilled: Prefilled
+    losses: np.ndarray
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+
+@plain_signature
+def cartridge(
+    model: Model,
+    prefilled: Prefilled,
+    tokens: ArrayLike,
+    *,
+    lengths: ArrayLike | None = None,
+    steps: int = 100,
+    rate: float = 1e-2,
+    optimizer: Any = None,
+) -> Cartridge:
+    """Trains the slots of a compacted context on the text that follows it (Cartridges, arXiv:2506.06266).
+
+    The rotated keys, the values and the logarithms of the weights of the context's slots are trained by optax on the
+    cross-entropy of the continuation under teacher forcing. The model is frozen, and the slots keep their positions.
+    Training begins at what `kvjax.policies.matched` fitted; the paper trains on questions that the model asks itself
+    about the text.
+
+    Args:
+      model: that of the context.
+      prefilled: from ``prefill(model, context, kvjax.policies.matched(slots), max_new_tokens=...)``, with room for the
+        continuation and for what is generated afterwards. It is unchanged.
+      tokens: [B, n] int, the continuation of each row, padded at the end; n at least 2.
+      lengths: [B] int, the number of real tokens of each row, at least 2; None for n.
+      steps: the number of steps, each on all rows.
+      rate: the rate of Adam.
+      optimizer: an `optax.GradientTransformation`; None for ``optax.adam(rate)``.
+
+    Returns:
+      The trained cache and the losses. The first token of the continuation is given, since the logits that predict it
+      do not depend on the slots.
+
+    Raises:
+      InputError: a cache without weights, or whose slots are coded, evicted or chosen while decoding; tokens that do
+        not fit the model or the rows; too few slots; or a number that is not valid.
+      ConfigError: a model that is spread over several processes.
+    """
+    import optax
+
+    distributed.check_alone(model.params, "training of slots")
+    steps = count_argument("steps", steps, error=InputError)
+    rate = number_argument("rate", rate, minimum=0.0, maximum=float("inf"), error=InputError)
+    batch = check_batch(model.config, tokens, lengths, new_tokens=0)
+    rows, width = batch.tokens.shape
+    if rows != prefilled.num_rows or prefilled.logits.shape[0] != rows:
+        raise InputError(
+            f"tokens has {rows} rows, and the cache {prefilled.num_rows} of {prefilled.logits.shape[0]} that are not "
+            "padding; give a continuation of each row, on a mesh that divides the rows."
+        )
+    if batch.lengths.min() < 2:
+        raise InputError("a continuation of one token has nothing to predict; give at least 2 in each row.")
+    phase = prefilled.layout.decode
+    if not takes_blocks(phase):
+        raise InputError(
+            "the slots of this cache are coded, evicted or chosen while decoding, or their keys rotated by rank; give "
+            "one of kvjax.policies.matched(slots) alone, with exact slots that are all read."
+        )
+    state = arranged_state(prefilled.state, ())
+    if any(LOG_WEIGHT not in group.stats for layer in state.layers for group in layer):
+        raise InputError(
+            f"the slots of {prefilled.layout.name} have no weights to train; prefill with "
+            "kvjax.policies.matched(slots)."
+        )
+    check_room(prefilled, width)
+    optimizer = optax.adam(rate) if optimizer is None else optimizer
+    phase = without_step_kernels(phase)
+    with model.on_mesh():
+        # optax multiplies whole numbers and floats.
+        with jax.numpy_dtype_promotion("standard"):
+            slots = slots_of(state)
+            memory = optimizer.init(slots)
+        data = model.place((batch.tokens, batch.lengths.astype(np.int32)))
+        losses = []
+        for _ in range(steps):
+            slots, memory, value = _step(
+                model.params, slots, memory, state, *data, config=model.config, phase=phase, optimizer=optimizer
+            )
+            losses.append(value)
+        losses.append(_loss(slots, model.params, state, *data, config=model.config, phase=phase))
+        trained = arranged_state(with_slots(state, slots), stacked_runs(prefilled.state.layers))
+    return Cartridge(prefilled._replace(state=trained), np.asarray(jax.device_get(losses), np.float32))
+
+
+def slots_of(state: KVState) -> Slots:
+    """Returns what is trained of a cache whose layers are not in stacks, in float32."""
+
+    def own(group: LayerKV) -> dict[str, Array]:
+        arrays = {"key": group.key, "value": group.value, LOG_WEIGHT: group.stats[LOG_WEIGHT]}
+        # Copies, which a step donates.
+        return {name: jnp.array(array, jnp.float32) for name, array in arrays.items()}
+
+    return [[own(group) for group in layer] for layer in state.layers]
+
+
+def with_slots(state: KVState, slots: Slots) -> KVState:
+    """Returns the cache with other keys, values and weights of the slots that are live, and of no others."""
+
+    def changed(group: LayerKV, own: dict[str, Array]) -> LayerKV:
+        # [B, K, S]: a token that follows takes an empty slot, with weight 1
+        live = group.position >= 0
+        key, value = (
+            jnp.where(live[..., None], own[name].astype(old.dtype), old)
+            for name, old in (("key", group.key), ("value", group.value))
+        )
+        stats = group.stats | {LOG_WEIGHT: jnp.where(live, own[LOG_WEIGHT], 0.0)}
+        return group.with_exact(key, value).replace(stats=stats)
+
+    layers = tuple(
+        Layer(changed(group, own) for group, own in zip(layer, each, strict=True))
+        for layer, each in zip(state.layers, slots, strict=True)
+    )
+    return state.replace(layers=layers)
+
+
+def continuation_loss(
+    slots: Slots, params: Params, state: KVState, tokens: Array, lengths: Array, *, config: DecoderConfig, phase: Phase
+) -> Array:
+    """Returns the mean negative log-probability of the tokens of continuations after their first ones, float32.
+
+    Args:
+      slots: what is trained, from `slots_of`.
+      params: of the decoder.
+      state: the cache of the contexts, whose layers are not in stacks.
+      tokens: [B, n] int32.
+      lengths: [B] int32, the number of real tokens of each row.
+      config: the decoder.
+      phase: the groups of heads of each layer while decoding, without kernels of one token.
+    """
+    decoder, kv = bind(config, params), with_slots(state, slots)
+    # [n - 1]
+    number = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)
+    # [B, n - 1]: the last token of a row is not fed
+    real = number < lengths[:, None] - 1
+    position = jnp.where(real, kv.length[:, None] + number, -1)
+    block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
+    # [B, n - 1, E]
+    x, _ = decoder.hidden(tokens[:, :-1], kv, block, phase)
+    # [B, n - 1]
+    scores = logprobs_of(decoder, x, tokens[:, 1:])
+    return -jnp.sum(jnp.where(real, scores, 0.0)) / jnp.sum(real, dtype=jnp.float32)
+
+
+_loss = jax.jit(continuation_loss, static_argnames=("config", "phase"))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "phase", "optimizer"), donate_argnames=("slots", "memory"))
+def _step(
+    params: Params,
+    slots: Slots,
+    memory: Any,
+    state: KVState,
+    tokens: Array,
+    lengths: Array,
+    *,
+    config: DecoderConfig,
+    phase: Phase,
+    optimizer: Any,
+) -> tuple[Slots, Any, Array]:
+    """Takes a step; returns the slots and the optimizer's state after it, and the loss before it."""
+    loss = functools.partial(continuation_loss, config=config, phase=phase)
+    value, slope = jax.value_and_grad(loss)(slots, params, state, tokens, lengths)
+    with jax.numpy_dtype_promotion("standard"):
+        change, memory = optimizer.update(slope, memory, slots)
+        slots = jax.tree.map(jnp.add, slots, change)
+    return slots, memory, value
