@@ -22,6 +22,7 @@ PROMPTS = np.array([40, 21, 33])
 # One row is as long as the title says; the others end before it, at different steps.
 LENGTHS = np.array([200, 90, 103])
 TOKENS = random_tokens(3, 340, seed=2)[:, : LENGTHS.max()]
+FITTED = 5e-4  # of the logarithms of weights, whose rounding the condition of the least squares multiplies
 CLEAR = 1e-6  # no choice of the reference may be closer than this (relative), or a seed must change: no excuses
 
 
@@ -240,7 +241,8 @@ def assert_same(got: kvjax.LogLikelihood, expected: reference.ReferenceRun, rtol
                     ours = statistic(layer.stats | layer.index, name)[row, head, slot]
                     # A history: the library counts bits, the reference keeps a column for each query.
                     stat = stat.sum(axis=1) if stat.ndim > ours.ndim else stat
-                    np.testing.assert_allclose(ours, stat, rtol=1e-4, atol=1e-5, err_msg=name)
+                    atol = FITTED if name == "log_weight" else 1e-5
+                    np.testing.assert_allclose(ours, stat, rtol=1e-4, atol=atol, err_msg=name)
     np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=rtol, atol=5e-5)
 
 
