@@ -27,6 +27,7 @@ def get_config() -> LeaderboardConfig:
             "h2o",
             "roco",
             "lazy(every=16)",
+            "ems",
             "tova",
             "scissorhands",
             "h2o_decay",

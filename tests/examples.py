@@ -12,7 +12,7 @@ from kvjax.storage import Storage
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {}, "window": {"sinks": 1}, "local_only": {}, "streaming_llm": {"sinks": 1}, "h2o": {}, "heavy_only": {},
     "h2o_decay": {}, "scissorhands": {"history": 5}, "tova": {}, "mean_attention": {}, "roco": {"guard": 2},
-    "lazy": {"every": 1, "alpha": 0.1},
+    "lazy": {"every": 1, "alpha": 0.1}, "ems": {"recent": 1, "window": 3, "threshold": 0.2},
     "random": {}, "strided": {"stride": 3, "local": 1}, "fixed": {"block": 2, "columns": 1},
     "snapkv": {"window": 2, "kernel": 3}, "pyramidkv": {"window": 2, "kernel": 3}, "knorm": {}, "keydiff": {},
     "rkv": {"every": 1, "window": 2, "kernel": 3}, "morphkv": {"window": 2},

@@ -24,16 +24,15 @@ import jax.numpy as jnp
 
 from kvjax.arguments import choice_argument, count_argument, number_argument
 from kvjax.errors import PolicyError
+from kvjax.numerics import query_bits
 from kvjax.numerics import recurrence as hits
+from kvjax.numerics.query_bits import WORD_BITS
 
 Array = jax.Array
 Transform = Literal["identity", "square", "above", "one", "chosen", "chosen_at"]
-Accumulate = Literal["sum", "max", "replace", "decay", "recall", "recurrence"]
+Accumulate = Literal["sum", "max", "replace", "decay", "recall", "latest", "recurrence"]
 
 EXACT = 1 << 24  # float32 holds every whole number up to this one; counts stop here
-
-#: Queries per word of ``recall``: a uint16 has 16 bits, and a float32 sum of 16 distinct powers of two is exact.
-WORD_BITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +47,12 @@ class Statistic:
         chose the slot for the query and 0 elsewhere, and ``chosen_at`` is the query's position plus 1 there.
       accumulate: how the values of f are combined, query by query. ``sum`` adds them up. ``max`` keeps the largest one.
         ``replace`` keeps that of the last query. ``decay`` is the exponential average E ← γE + (1 − γ)f. ``recall``
-        stores f, which must be 0 or 1, for each of the last `history` queries, one bit per query. ``recurrence`` stores
+        stores f, which must be 0 or 1, for each of the last `history` queries, one bit per query. ``latest`` stores
+        f for each of the last `history` queries, the newest first. ``recurrence`` stores
         two numbers: the age of the last query with m ≥ `threshold`, and the widest gap between two such queries; see
         `kvjax.numerics.recurrence`.
       gamma: the decay rate γ in [0, 1]; read only by ``decay``.
-      history: the number of queries that ``recall`` stores; read only by ``recall``.
+      history: the number of queries that ``recall`` and ``latest`` store; read only by these.
       threshold: the smallest m that counts, greater than 0; read only by ``recurrence``.
       saturate: if given, the values of all slots of a head are halved and rounded down when one of them reaches this
         number; only of ``chosen``, whose queries come one at a time, and with ``sum``.
@@ -80,7 +80,7 @@ class Statistic:
         choice_argument(f"{about}: accumulate", self.accumulate, get_args(Accumulate))
         number_argument(f"{about}: gamma", self.gamma, minimum=0, maximum=1)
         recalls = self.accumulate == "recall"
-        count_argument(f"{about}: history", self.history, minimum=1 if recalls else 0)
+        count_argument(f"{about}: history", self.history, minimum=1 if recalls or self.accumulate == "latest" else 0)
         for field in ("saturate", "tail"):
             if getattr(self, field) is not None:
                 count_argument(f"{about}: {field}", getattr(self, field), minimum=1)
@@ -92,6 +92,8 @@ class Statistic:
                 f"{about}: recurrence compares m with a threshold greater than 0, with transform='identity'; got "
                 f"threshold={self.threshold!r} and transform={self.transform!r}."
             )
+        if (self.of_selection or self.transform == "one") and self.accumulate == "latest":
+            raise PolicyError(f"{about}: latest needs a transform of attention, not {self.transform!r}.")
         if self.of_selection and self.accumulate == "decay":
             raise PolicyError(f"{about}: transform={self.transform!r} takes accumulate='sum', 'max' or 'replace'.")
         if self.saturate is not None and (self.transform, self.accumulate) != ("chosen", "sum"):
@@ -124,7 +126,9 @@ class Statistic:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """Trailing shape of the weight of a query: ``(words,)`` for ``recall``, otherwise ``()``."""
+        """Trailing shape of the weight of a query: ``(words,)``, ``(history,)`` for ``latest``, otherwise ``()``."""
+        if self.accumulate == "latest":
+            return (self.history,)
         return (-(-self.history // WORD_BITS),) if self.accumulate == "recall" else ()
 
     @property
@@ -144,9 +148,9 @@ class Statistic:
           shape: (B, K, S).
 
         Returns:
-          Zeros, [B, K, S] float32, [B, K, S, words] uint16 or, for ``recurrence``, [B, K, S, 2] float32.
+          Zeros, [B, K, S, ...] float32, see `kept`; of ``recall`` [B, K, S, words] uint16.
         """
-        return jnp.zeros((*shape, *self.kept), jnp.uint16 if self.words else jnp.float32)
+        return jnp.zeros((*shape, *self.kept), jnp.uint16 if self.accumulate == "recall" else jnp.float32)
 
     def query_weights(self, age: Array, left: Array) -> Array:
         """Returns the weight w_i of each query.
@@ -173,6 +177,9 @@ class Statistic:
                 gamma = jnp.float32(self.gamma)
                 # [B, n]
                 weight = (1 - gamma) * gamma ** jnp.maximum(age, 0).astype(jnp.float32)
+            case "latest":
+                # [B, n, history]; no query of padding has an age of the history
+                return (age[..., None] == jnp.arange(self.history, dtype=jnp.int32)).astype(jnp.float32)
             case "recall":
                 # [words]
                 word = jnp.arange(self.words[0], dtype=jnp.int32)
@@ -259,37 +266,15 @@ class Statistic:
             case "decay":
                 return jnp.float32(self.gamma) ** n.astype(jnp.float32) * old + block
             case "recall":
-                return self._shift_history(old, n[..., None]) | block.astype(jnp.uint16)
+                return query_bits.shifted(old, n[..., None], self.history) | block.astype(jnp.uint16)
+            case "latest":
+                # [history] and [B, 1, 1, history]
+                place = jnp.arange(self.history, dtype=jnp.int32)
+                before = jnp.broadcast_to(place - n[..., None], old.shape)
+                moved = jnp.take_along_axis(old, jnp.maximum(before, 0), axis=3)
+                return jnp.where(before >= 0, moved, block)
             case "recurrence":
                 return hits.after_block(old, block)
-
-    def _shift_history(self, old: Array, n: Array) -> Array:
-        """Shifts the bits of ``recall`` by n queries and clears those that are older than `history`.
-
-        Args:
-          old: [B, K, S, words] uint16.
-          n: [B, 1, 1, 1] int32.
-
-        Returns:
-          [B, K, S, words] uint16.
-        """
-        # [words]
-        word = jnp.arange(self.words[0], dtype=jnp.int32)
-        # [B, 1, 1, words] and [B, 1, 1, 1]
-        source, shift = word - n // WORD_BITS, (n % WORD_BITS).astype(jnp.uint32)
-
-        def take(index: Array) -> Array:
-            # [B, K, S, words]
-            index = jnp.broadcast_to(index, (*old.shape[:3], self.words[0]))
-            taken = jnp.take_along_axis(old, jnp.maximum(index, 0), axis=3)
-            return jnp.where(index >= 0, taken, jnp.uint16(0)).astype(jnp.uint32)
-
-        # [B, K, S, words]
-        moved = (take(source) << shift) | (take(source - 1) >> (WORD_BITS - shift))
-        # [words]: the number of bits in use, which is smaller than WORD_BITS in the last word
-        used = jnp.minimum(self.history - word * WORD_BITS, WORD_BITS).astype(jnp.uint32)
-        # [B, K, S, words]
-        return (moved & ((jnp.uint32(1) << used) - 1)).astype(jnp.uint16)
 
 
 #: Accumulated attention (H2O, arXiv:2306.14048).
@@ -336,6 +321,15 @@ def recent_above(history: int) -> Statistic:
       history: the number of queries. `popcount` counts the bits that are set.
     """
     return Statistic(f"above[{history}]", transform="above", accumulate="recall", history=history)
+
+
+def latest(history: int) -> Statistic:
+    """Returns m of each of the last queries, the newest first: one float32 per query and slot.
+
+    Args:
+      history: the number of queries.
+    """
+    return Statistic(f"latest[{history}]", accumulate="latest", history=history)
 
 
 def recurrence(threshold: float) -> Statistic:

@@ -15,6 +15,7 @@ from kvjax.policies.chunks import ChunkMean, chunkkv
 from kvjax.policies.combinators import Best, TimesValueNorm, by_page, from_layer, value_norm, with_heavy_hitters
 from kvjax.policies.compactor import LeverageAndMass, compactor
 from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
+from kvjax.policies.ems import GlobalOrLocal, ems
 from kvjax.policies.expected_attention import ExpectedAttention, expected_attention
 from kvjax.policies.gkv import GlobalRedundancy, GlobalScore, gkv
 from kvjax.policies.h2o import (
@@ -47,7 +48,7 @@ from kvjax.policies.matched import (
     matched,
     matched_attention,
 )
-from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, anchors, cam, d2o, kvmerger
+from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, SimilarKey, anchors, cam, d2o, kvmerger
 from kvjax.policies.padded import Padded, padded
 from kvjax.policies.patterns import LastColumns, OwnBlock, Strided, Uniform, fixed, random, strided
 from kvjax.policies.phases import BeyondPrompt, KeptPrompt, Phases, after_prefill, phases
@@ -95,6 +96,7 @@ POLICIES: Registry[Policy] = Registry(
         "mean_attention": mean_attention,
         "roco": roco,
         "lazy": lazy,
+        "ems": ems,
         "snapkv": snapkv,
         "pyramidkv": pyramidkv,
         "knorm": knorm,
@@ -145,22 +147,22 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
     "ChunkMean", "Compensation", "Cursor", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched",
-    "First", "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "GlobalRedundancy", "GlobalScore", "Importance",
-    "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "Ladder", "LagRelative", "LargestAttention",
-    "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LeverageAndMass", "LowNorm", "Mass",
-    "MatchedAttention", "MeanMass", "Merge", "Newest", "ObservationWindow", "OutputChange", "OwnBlock", "Padded",
-    "PerLayer", "Phases", "Policy", "ProjectedShare", "PromptEnd", "PromptQueries", "Pyramid", "QueryMoments",
-    "Recency", "RecentAttention", "RecentQueries", "Recurrence", "Redundancy", "Replay", "ReplayedAttention", "Ring",
-    "RoundMemory", "RowMemory", "SampledAttention", "Scope", "Shared", "SharedLast", "Slots", "Split", "SplitLayers",
-    "Strided", "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "Weights",
-    "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv",
-    "compactor", "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "everything",
-    "evict", "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv", "h2o", "h2o_decay", "heavy_only",
-    "keep", "key_difference", "keydiff", "knorm", "kvmerger", "kvzip", "ladder", "lagkv", "largest_attention", "last",
-    "lazy", "leverage", "local_only", "longgen", "low_norm", "lru", "mass", "matched", "matched_attention",
-    "mean_attention", "mean_mass", "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any",
-    "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
-    "razor_attention", "recency", "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",
-    "split_layers", "streaming_llm", "strided", "times_above", "tova", "value_aware", "value_norm", "vase", "vase_dkv",
-    "window", "with_heavy_hitters",
+    "First", "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "GlobalOrLocal", "GlobalRedundancy",
+    "GlobalScore", "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "Ladder",
+    "LagRelative", "LargestAttention", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage",
+    "LeverageAndMass", "LowNorm", "Mass", "MatchedAttention", "MeanMass", "Merge", "Newest", "ObservationWindow",
+    "OutputChange", "OwnBlock", "Padded", "PerLayer", "Phases", "Policy", "ProjectedShare", "PromptEnd",
+    "PromptQueries", "Pyramid", "QueryMoments", "Recency", "RecentAttention", "RecentQueries", "Recurrence",
+    "Redundancy", "Replay", "ReplayedAttention", "Ring", "RoundMemory", "RowMemory", "SampledAttention", "Scope",
+    "Shared", "SharedLast", "SimilarKey", "Slots", "Split", "SplitLayers", "Strided", "TextFraction", "TimesAbove",
+    "TimesValueNorm", "Uniform", "Union", "Varying", "View", "Weights", "WithSelection", "accepts", "adakv",
+    "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv", "compactor", "compensation",
+    "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "ems", "everything", "evict",
+    "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv", "h2o", "h2o_decay", "heavy_only", "keep",
+    "key_difference", "keydiff", "knorm", "kvmerger", "kvzip", "ladder", "lagkv", "largest_attention", "last", "lazy",
+    "leverage", "local_only", "longgen", "low_norm", "lru", "mass", "matched", "matched_attention", "mean_attention",
+    "mean_mass", "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any", "protect_first",
+    "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency",
+    "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers", "streaming_llm",
+    "strided", "times_above", "tova", "value_aware", "value_norm", "vase", "vase_dkv", "window", "with_heavy_hitters",
 ]  # fmt: skip

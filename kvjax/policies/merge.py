@@ -137,6 +137,35 @@ class D2O(Merge):
 
 
 @dataclasses.dataclass(frozen=True)
+class SimilarKey(Merge):
+    """Averages a victim into the kept pair of the most similar key, with the weights of `D2O` (EMS, arXiv:2412.08521).
+
+    A victim whose cosine to that key is below `threshold` is dropped: it belongs to the zero class of the paper.
+
+    Attributes:
+      threshold: the smallest cosine of the two keys, -1 to 1.
+    """
+
+    threshold: float = 0.6
+    over_devices = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threshold", number_argument("threshold", self.threshold, minimum=-1.0, maximum=1.0))
+
+    def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
+        victims = victims_of(key, value, victim, view, tokens)
+        found = nearest(victims, view.live & ~victim, view.position, _by_cosine(key))
+        merged = victims.real & found.here & (found.score >= self.threshold)
+        # [B, K, n]
+        weight = jnp.where(merged, jnp.exp(jnp.where(merged, found.score, 0.0)), 0.0)
+        return Folded(
+            _average(key, jnp.e, found.slot, weight, victims.key),
+            _average(value, jnp.e, found.slot, weight, victims.value),
+            dict(stats),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class KVMerger(Merge):
     """Averages a victim into the kept pair next to it in the text, if their keys are similar (arXiv:2407.08454).
 

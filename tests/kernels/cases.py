@@ -14,9 +14,9 @@ import pytest
 
 from kvjax import attention
 from kvjax.attention import Problem
-from kvjax.numerics.statistics import ABOVE, COUNT, LAST, MASS, MASS_SQ, decayed, prompt_tail, recent_above
+from kvjax.numerics.statistics import ABOVE, COUNT, LAST, MASS, MASS_SQ, decayed, latest, prompt_tail, recent_above
 
-EVERY = frozenset({MASS, MASS_SQ, COUNT, ABOVE, LAST, decayed(0.9), prompt_tail(9), recent_above(20)})
+EVERY = frozenset({MASS, MASS_SQ, COUNT, ABOVE, LAST, decayed(0.9), prompt_tail(9), recent_above(20), latest(3)})
 WIDE = EVERY | {recent_above(130)}  # of more words than one pass sums
 
 

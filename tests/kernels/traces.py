@@ -20,7 +20,7 @@ TRACED = {
     "pyramidkv": False, "knorm": False, "keydiff": False, "value_norm": False, "lagkv": False, "leverage": False,
     "cur": False, "expected_attention": False, "rkv": False, "morphkv": False,
     "gkv": False, "ladder": False, "vase": False, "vase_dkv": False,
-    "matched": False, "compactor": False,
+    "matched": False, "compactor": False, "ems": False,
     "kvzip": False,
 }  # fmt: skip
 

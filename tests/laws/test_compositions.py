@@ -48,6 +48,8 @@ def compositions(budget: Any = 0.5) -> dict[str, Policy]:
     found |= {f"adakv({name})": policies.adakv(build(name, budget)) for name in COMPRESSORS}
     for first in COMPRESSORS:
         for then in EVICTION:
+            if (first, then) == ("matched", "ems"):
+                continue  # a merge would average slots of different weights
             places = {"positions": "cache"} if then == "streaming_llm" else {}
             found[f"after_prefill({first}, {then})"] = policies.after_prefill(
                 build(first, budget, **places), then=build(then, budget)

@@ -161,7 +161,7 @@ def turned(keys, position):
 KINDS = {
     "positions": ("window", "streaming_llm", "local_only", "fifo", "strided", "fixed", "random", "ladder"),
     "attention": (
-        "h2o", "h2o_decay", "scissorhands", "mean_attention", "roco", "lazy", "tova", "heavy_only",
+        "h2o", "h2o_decay", "scissorhands", "mean_attention", "roco", "lazy", "ems", "tova", "heavy_only",
         "with_heavy_hitters", "value_norm", "caote", "phases",
     ),
     "fetches": ("lru", "counter", "from_layer"),
@@ -313,5 +313,5 @@ def test_the_registries_are_covered():
     assert set(STORAGES) - OTHERS == {name for case in CASES for name in case.codecs} == {"dense", *CODECS}
     assert set(SELECTIONS) - {"infinigen"} == set(LOOKS) == {case.look for case in CASES}
     met = set().union(*(case.covers() for case in CASES))
-    reads = {name for name in OURS if "+" not in name} - {"h2o[masked]", "matched"}
+    reads = {name for name in OURS if "+" not in name} - {"h2o[masked]", "matched", "ems"}
     assert {pair for name in reads for pair in pairs([("policy", name), ("look", "optimal")])} < met

@@ -130,7 +130,7 @@ ALIKE = {
 
 def does_not_compose(name: str, held: str, block: int | None) -> bool:
     """Whether STORAGE.md's table refuses a policy with a storage."""
-    merges, own = "+" in name or name in ("razor_attention", "matched"), STORAGE[held]
+    merges, own = "+" in name or name in ("razor_attention", "matched", "ems"), STORAGE[held]
     block = None if name in ("h2o[global]", "h2o[local]") else block  # of whole texts
     return any((
         # A residual is no part of a page, and merges are on the device.

@@ -93,6 +93,8 @@ CASES = [
     Case("roco", {"budget": 0.4, "positions": "cache", "group_reduce": "max"}, "mqa", 1),
     Case("lazy", {"budget": 0.4, "every": 4, "alpha": 0.2}, "gqa", None),
     Case("lazy", {"budget": 12, "every": 2, "alpha": 0.35, "group_reduce": "max"}, "mqa", 8),
+    Case("ems", {"budget": 0.4, "recent": 3, "window": 4, "threshold": 0.2}, "gqa", None),
+    Case("ems", {"budget": 12, "window": 40, "threshold": 0.1, "every": 3}, "mqa", 8),
     Case("strided", {"budget": 0.4, "stride": 3}, "mha", None),
     Case("strided", {"budget": 0.4, "stride": 5, "local": 0}, "mqa", 1),
     Case("fixed", {"budget": 0.4, "block": 6, "columns": 2}, "mha", None),

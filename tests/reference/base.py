@@ -83,6 +83,8 @@ class Policy:
     `shares`: the layer's heads -> which slots each keeps and the narrowest decision, where heads share a budget.
     `then`: who goes on after the prompt.
     `fits`: what is kept, [S] bool, when something goes -> the values [S, D] and log-weights [S] of these slots.
+    `folds`: what is kept, [S] bool, when something goes -> the keys and values [S, D] of these slots, with what goes
+    merged into them, and the narrowest decision.
     `compensates`: the position whose slot becomes the mean of all that was evicted, and weighs as much.
     `by_head`: layer -> KV head -> the policy it is under.
     `first_layer`: layers before it keep every token.
@@ -106,6 +108,7 @@ class Policy:
     fits: Callable[[View, Array], tuple[Array, Array]] | None = None
     hides: str | None = None
     hidden_recent: int | None = None
+    folds: Callable[[View, Array], tuple[Array, Array, float]] | None = None
     compensates: int | None = None
     by_head: tuple[tuple[Policy, ...], ...] | None = None
     first_layer: int = 0
@@ -158,6 +161,11 @@ def _last_above(history: int) -> Callable[[Array, Observed], Array]:
         return np.concatenate([old, is_above(block).T], axis=1)[:, -history:]  # [S, history]
 
     return update
+
+
+def latest(window: int) -> Statistic:
+    """[S, window]: the attention of the last queries, the newest first."""
+    return Statistic(lambda old, block: np.concatenate([block.m[::-1].T, old], axis=1)[:, :window], (window,))
 
 
 def recurrence(alpha: float) -> Statistic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from tests.reference.base import (
     MASS,
     Array,
+    Importance,
     Policy,
     Ranking,
     View,
@@ -27,6 +29,7 @@ from tests.reference.base import (
     by_mean,
     by_position,
     evict,
+    latest,
     newest,
     recurrence,
 )
@@ -158,3 +161,33 @@ def lazy(budget: Any, every: int, alpha: float = 1e-4, **options: Any) -> Policy
 
     statistics = {"recurrence": recurrence(alpha)}
     return Policy(budget, rank, statistics, every=every, importance=lambda view: score(view)[0], **options)
+
+
+def merged_by_cosine(view: View, keep: Array, threshold: float) -> tuple[Array, Array, float]:
+    """Averages evicted pairs into the most similar of those that stay, with weights e to the cosine against e."""
+    unit = view.key / np.linalg.norm(view.key, axis=1, keepdims=True)
+    stays, into, gap = np.flatnonzero(keep), {}, np.inf
+    for gone in np.flatnonzero(~keep):
+        cosine = unit[stays] @ unit[gone]
+        order = np.lexsort((view.position[stays], cosine))
+        target, best = stays[order[-1]], cosine[order[-1]]
+        second = cosine[order[-2]] if len(order) > 1 else -np.inf
+        gap = min(gap, abs(best - threshold), best - second if best - second > 1e-12 and best > threshold else np.inf)
+        if best >= threshold:
+            into.setdefault(target, []).append((np.exp(best), gone))
+    key, value = view.key.copy(), view.value.copy()
+    for target, some in into.items():
+        total = np.e + sum(weight for weight, _ in some)
+        for made, x in ((key, view.key), (value, view.value)):
+            made[target] = (np.e * x[target] + sum(weight * x[gone] for weight, gone in some)) / total
+    return key, value, gap
+
+
+def ems(budget: Any, recent: int | None = None, window: int = 32, threshold: float = 0.6, **options: Any) -> Policy:
+    def of(view: View) -> Array:
+        both = view.stats["mass"], view.stats["latest"].sum(axis=1)
+        return np.max([x / x.max() for x in both], axis=0)
+
+    importance = Importance({"mass": MASS, "latest": latest(window)}, of)
+    folds = functools.partial(merged_by_cosine, threshold=threshold)
+    return evict(importance, all_but_recent(recent), budget, folds=folds, **options)

@@ -14,6 +14,7 @@ from tests.reference.compressors import adakv, chunkkv, keydiff, knorm, pyramidk
 from tests.reference.draws import vase, vase_dkv
 from tests.reference.eviction import (
     counter,
+    ems,
     fifo,
     fixed,
     full,
@@ -99,6 +100,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "mean_attention": mean_attention,
     "roco": roco,
     "lazy": lazy,
+    "ems": ems,
     "strided": strided,
     "fixed": fixed,
     "snapkv": snapkv,

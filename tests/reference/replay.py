@@ -245,7 +245,7 @@ def _row(storage: Given, tokens: list[Array], n: int, policy: Policy, theta, loo
                 ended = Ended(query[:, index], key[:, index], slots.head.position, value[:, index])
                 own = stores[index] = own.made(ended)
             if isinstance(own, Storage):
-                _merge(own, slots, all_of_them, _refitted if policy.fits else fold)
+                _merge(own, slots, all_of_them, _refitted if policy.fits or policy.folds else fold)
                 _settle(own, slots)
             else:
                 own.settle(slots, stop >= n or not policy.at_prompt_end_only)
@@ -319,7 +319,7 @@ def _merge(storage: Storage, slots: Slots, before: Tokens, fold: Fold | None) ->
 
 
 def _refitted(kept: Tokens, gone: Tokens) -> None:
-    """The eviction has changed the values already."""
+    """The eviction has changed what stays already."""
 
 
 def _settle(storage: Storage, slots: Slots) -> None:

@@ -246,6 +246,9 @@ def evict(
     for head, view, (keep, gap) in zip(heads, views, choices, strict=True):
         if policy.fits is not None and not keep.all():
             head.value, head.stats["log_weight"] = policy.fits(view, keep)
+        if policy.folds is not None and not keep.all():
+            head.key, head.value, close = policy.folds(view, keep)
+            head.evict_gap = min(head.evict_gap, close)
         if policy.compensates is not None and not keep.all():
             compensate(head, keep, policy.compensates)
         head.key, head.value = head.key[keep], head.value[keep]

@@ -20,6 +20,7 @@ EXAMPLES: Mapping[str, str] = {
     "pyramidkv": "pyramidkv(64, window=16)",
     "lagkv": "lagkv(64, lag=16)",
     "compactor": "compactor(64, chunk=64)",
+    "ems": "ems(64, window=16)",
     "lazy": "lazy(64, every=8)",
     "rkv": "rkv(64, every=8)",
     "morphkv": "morphkv(64, window=16)",
