@@ -5,8 +5,8 @@
 `retrieval_scores` and `retrieval_heads` measure heads, `head_gates` trains gates of heads on `passkeys`, and `budgets`
 divides slots among the layers. `selected` compares what a selection reads with the best choice of the same size,
 `skew_effect` does so with and without a skew, and `input_cosine` compares the inputs of consecutive layers. `plots`
-draws each of them, and `submodular` compares greedy selection with the optimum. `show` makes a page of a text with the
-tokens that caches hold of it.
+draws each of them, and `submodular` compares greedy selection with the optimum. `train_directions` and `search_ranks`
+fit a storage of low rank. `show` makes a page of a text with the tokens that caches hold of it.
 
 In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest row. Results are NumPy arrays.
 """
@@ -14,6 +14,7 @@ In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest 
 from kvjax.analysis import plots, submodular
 from kvjax.analysis.budgets import budgets, density_weights, divided, entropy_weights
 from kvjax.analysis.compare import MissRate, Retained, attention_cosine, jaccard, miss_rate, retained
+from kvjax.analysis.directions import Ranks, TrainedDirections, search_ranks, shortened, train_directions
 from kvjax.analysis.full_cache import (
     AccumulatedAttention,
     AttentionStd,
@@ -35,10 +36,12 @@ __all__ = [
     "InputCosine",
     "MissRate",
     "Passkeys",
+    "Ranks",
     "Retained",
     "RetrievalScores",
     "Selected",
     "SkewEffect",
+    "TrainedDirections",
     "Viewer",
     "accumulated_attention",
     "attention_cosine",
@@ -57,9 +60,12 @@ __all__ = [
     "retained",
     "retrieval_heads",
     "retrieval_scores",
+    "search_ranks",
     "selected",
+    "shortened",
     "show",
     "skew_effect",
     "sparsity",
     "submodular",
+    "train_directions",
 ]

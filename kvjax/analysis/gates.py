@@ -1,6 +1,7 @@
 """Which heads need every token, by gates that are trained on passkeys (DuoAttention, arXiv:2410.10819, section 2.2)."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -18,6 +19,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import GATES, Decoder, run_layer
 from kvjax.models.gates import Gates
 from kvjax.models.model import Model
+from kvjax.models.nested import Nested
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.policies.window import full
@@ -203,16 +205,16 @@ def head_gates(
 
     with model.on_mesh():
         gates = jnp.ones((config.num_layers, config.num_kv_heads), jnp.float32)
-        memory, losses, rates = optimizer.init(gates), [], rate * _warmth(steps)
+        memory, losses, each = optimizer.init(gates), [], rate * rates(steps)
         for number in range(steps):
             own = (number * rows + np.arange(rows)) % len(batch.tokens)
             data = model.place((batch.tokens[own], compared[own], batch.lengths[own].astype(np.int32)))
-            gates, memory, value = step(model.params, gates, memory, jnp.float32(rates[number]), *data)
+            gates, memory, value = step(model.params, gates, memory, jnp.float32(each[number]), *data)
             losses.append(value)
         return HeadGates(np.asarray(gates), np.asarray(losses, np.float32))
 
 
-def _warmth(steps: int) -> np.ndarray:
+def rates(steps: int) -> np.ndarray:
     """Returns the part of the largest rate that each step has, [steps] float64 in (0, 1]."""
     warm = max(int(WARM * steps), 1)
     rise = np.arange(steps) / warm
@@ -274,13 +276,13 @@ def gate_loss(
 
 
 def hidden_states(
-    params: Params, gates: list[Gates] | None, tokens: Array, lengths: Array, *, config: DecoderConfig
+    params: Params, gates: Sequence[Gates | Nested] | None, tokens: Array, lengths: Array, *, config: DecoderConfig
 ) -> Array:
     """Computes the last hidden states of whole texts, [B, T, E]; a gradient holds one layer at a time.
 
     Args:
       params: of the model.
-      gates: of each layer; None = attention over all tokens.
+      gates: of each layer, what replaces the output of attention; None = attention over all tokens.
       tokens: [B, T] int32.
       lengths: [B] int32.
       config: the decoder.

@@ -42,7 +42,9 @@ PROJECTED = "projected"  # optional collection, index of a layer -> its queries,
 CHOICES = "choices"  # optional collection, index of a layer -> `Choice` of each group of heads
 SEEN = "seen"  # optional collection, index of a layer -> the operands of attention by group of heads, and `Streams`
 SHIFT = "shift"  # optional parameters of an attention, added to {"key": [B, K, n, D], "value": ...}, for gradients
-GATES = "gates"  # optional parameter of an attention, `kvjax.models.gates.Gates`, for prompts in one shot
+GATES = (
+    "gates"  # optional parameter of an attention that replaces its output: `models.gates.Gates`, `models.nested.Nested`
+)
 
 
 class Streams(NamedTuple):
