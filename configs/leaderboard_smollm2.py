@@ -47,6 +47,7 @@ def get_config() -> LeaderboardConfig:
             "matched",
             "compactor",
             "kvzip",
+            "kvgrad",
             "caote(h2o)",
             "value_aware(h2o)",
             "snapkv(window=16)",

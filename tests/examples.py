@@ -22,11 +22,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "expected_attention": {"future": 8, "sinks": 1},
     "lagkv": {"lag": 2, "sinks": 1}, "leverage": {}, "cur": {"block": 3, "sinks": 1},
     "compactor": {"sinks": 1, "recent": 1, "chunk": 3}, "matched": {},
-    "kvzip": {"chunk": 7, "sinks": 1},
+    "kvzip": {"chunk": 7, "sinks": 1}, "kvgrad": {"chunk": 7, "sinks": 1},
     "fifo": {}, "lru": {"sinks": 1}, "counter": {},
 }  # fmt: skip
 #: Policies that a single layer cannot run: their prompts are run again by the whole model.
-REPLAYED = ("kvzip",)
+REPLAYED = ("kvzip", "kvgrad")
 STORAGES: dict[str, dict[str, Any]] = {
     "dense": {}, "int8": {}, "int4": {}, "int2": {}, "integer": {"bits": 3, "group": 4}, "fp8": {}, "bfp": {},
     "mxfp4": {}, "nvfp4": {}, "levels": {}, "turboquant": {}, "rotated": {"codec": storage.int4()},

@@ -5,12 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import CacheLayout, Phase
 from kvjax.cache.state import EMPTY, Block, KVState, LayerKV
 from kvjax.models.bound import BoundDecoder
 from kvjax.policies.prompt_replay import OVERLAP, REPLAYED, Replay
 
 Array = jax.Array
+Scores = list[Array | None]  # of each group of heads, [B, K, S] float32; None for one that is not scored
 
 
 def replayed(decoder: BoundDecoder, kv: KVState, tokens: Array, layout: CacheLayout) -> KVState:
@@ -24,28 +26,47 @@ def replayed(decoder: BoundDecoder, kv: KVState, tokens: Array, layout: CacheLay
     """
     replay, width = layout.replay, tokens.shape[1]
     assert replay is not None
-    phase = _replaying(layout.prompt)
+    phase, runs = _replaying(layout.prompt), stacked_runs(kv.layers)
+    if by_gradient := replay.by == "gradient":
+        # Products with an index have no gradient.
+        kv, decoder = arranged_state(kv, ()), decoder.looped(())
     chunk = min(replay.chunk, width)
     groups, tree = jax.tree.flatten(kv.layers, is_leaf=lambda x: isinstance(x, LayerKV))
 
-    def with_scores(scores: list[Array | None]) -> KVState:
+    def with_scores(scores: Scores) -> KVState:
         own = [
             group if score is None else group.replace(stats=group.stats | {REPLAYED: score})
             for group, score in zip(groups, scores, strict=True)
         ]
         return kv.replace(layers=jax.tree.unflatten(tree, own))
 
-    def body(scores: list[Array | None], start: Array) -> tuple[list[Array | None], None]:
+    def run(scores: Scores, start: Array) -> tuple[Array, KVState, Array]:
+        """Replays a chunk: what leaves the last layer [B, m, hidden], the cache, and which tokens are real [B, m]."""
         ids, position = chunk_tokens(tokens, kv.prompt, start, replay, chunk)
         first = jnp.broadcast_to(start, kv.prompt.shape)
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget, replayed=first)
-        _, after = decoder.hidden(ids, with_scores(scores), block, phase)
+        x, after = decoder.stream(ids, with_scores(scores), block, phase)
+        return x, after, position >= 0
+
+    def by_attention(scores: Scores, start: Array) -> tuple[Scores, None]:
+        _, after, _ = run(scores, start)
         made = jax.tree.leaves(after.layers, is_leaf=lambda x: isinstance(x, LayerKV))
         return [each.stats.get(REPLAYED) for each in made], None
 
+    def norms(log_gates: Scores, start: Array) -> Array:
+        x, _, real = run(log_gates, start)
+        squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=2)
+        # The root of 0 has no gradient.
+        return jnp.sum(jnp.where(real, jnp.sqrt(jnp.where(real, squares, 1.0)), 0.0))
+
+    def add_gradient(scores: Scores, start: Array) -> tuple[Scores, None]:
+        found = jax.grad(norms)(jax.tree.map(jnp.zeros_like, scores), start)
+        return jax.tree.map(lambda old, new: old + jnp.abs(new), scores, found), None
+
     starts = jnp.arange(0, width, chunk, dtype=jnp.int32)
-    scores, _ = jax.lax.scan(body, [group.stats.get(REPLAYED) for group in groups], starts)
-    return with_scores(scores)
+    first: Scores = [group.stats.get(REPLAYED) for group in groups]
+    scores, _ = jax.lax.scan(add_gradient if by_gradient else by_attention, first, starts)
+    return arranged_state(with_scores(jax.lax.stop_gradient(scores)), runs)
 
 
 def _replaying(phase: Phase) -> Phase:

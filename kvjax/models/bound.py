@@ -58,6 +58,10 @@ class BoundDecoder(NamedTuple):
         """Runs tokens [B, n] through all layers: hidden states [B, n, E] and the state."""
         return cast(tuple[Array, KVState], self._apply("hidden", tokens, state, block, phase))
 
+    def stream(self, tokens: Array, state: KVState | None, block: Block, phase: Phase) -> tuple[Array, KVState]:
+        """Does what `hidden` does, without what follows the last layer: [B, n, hidden] and the state."""
+        return cast(tuple[Array, KVState], self._apply("stream", tokens, state, block, phase))
+
     def step(
         self, tokens: Array, state: KVState, block: Block, phase: Phase
     ) -> tuple[Array, KVState, dict[int, tuple[Choice, ...]]]:

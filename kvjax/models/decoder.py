@@ -340,6 +340,17 @@ class Decoder(nn.Module):
         Returns:
           The input of the output head, [B, n, embed], and the updated cache.
         """
+        x, kv = self.stream(tokens, kv, block, phase)
+        return self.leave(x), kv
+
+    def stream(
+        self, tokens: Array, kv: KVState | None = None, block: Block | None = None, phase: Phase | None = None
+    ) -> tuple[Array, KVState]:
+        """Computes the residual stream after the last layer; for the arguments see `__call__`.
+
+        Returns:
+          What `leave` takes, [B, n, hidden], and the updated cache.
+        """
         config = self.config
         phase = keep_everything(config.num_layers) if phase is None else phase
         if block is None:
@@ -399,7 +410,7 @@ class Decoder(nn.Module):
         added = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
         length = added if kv is None else kv.length + added
         layers = sequence_of(after) if kv is None else arranged(sequence_of(after), stacked)
-        return self.leave(x), KVState(layers, length, prompt=block.prompt, total=block.total, budget=block.budget)
+        return x, KVState(layers, length, prompt=block.prompt, total=block.total, budget=block.budget)
 
     def _wanted(self) -> list[str]:
         """Returns the collections that the caller wants of layers."""

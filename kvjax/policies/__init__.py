@@ -34,6 +34,7 @@ from kvjax.policies.h2o import (
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Compensation, Split, compensation, duo_attention, razor_attention, split_heads
 from kvjax.policies.keys import KeyDifference, LowNorm, key_difference, keydiff, knorm, low_norm
+from kvjax.policies.kvgrad import ReplayedGradient, kvgrad
 from kvjax.policies.kvzip import ReplayedAttention, kvzip
 from kvjax.policies.ladder import Cursor, Ladder, ladder
 from kvjax.policies.lagkv import LagRelative, lagkv
@@ -112,6 +113,7 @@ POLICIES: Registry[Policy] = Registry(
         "leverage": leverage,
         "cur": cur,
         "kvzip": kvzip,
+        "kvgrad": kvgrad,
         "compactor": compactor,
         "matched": matched,
         "fifo": fifo,
@@ -153,16 +155,17 @@ __all__ = [
     "LeverageAndMass", "LowNorm", "Mass", "MatchedAttention", "MeanMass", "Merge", "Newest", "ObservationWindow",
     "OutputChange", "OwnBlock", "Padded", "PerLayer", "Phases", "Policy", "ProjectedShare", "PromptEnd",
     "PromptQueries", "Pyramid", "QueryMoments", "Recency", "RecentAttention", "RecentQueries", "Recurrence",
-    "Redundancy", "Replay", "ReplayedAttention", "Ring", "RoundMemory", "RowMemory", "SampledAttention", "Scope",
-    "Shared", "SharedLast", "SimilarKey", "Slots", "Split", "SplitLayers", "Strided", "TextFraction", "TimesAbove",
-    "TimesValueNorm", "Uniform", "Union", "Varying", "View", "Weights", "WithSelection", "accepts", "adakv",
-    "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv", "compactor", "compensation",
-    "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "ems", "everything", "evict",
+    "Redundancy", "Replay", "ReplayedAttention", "ReplayedGradient", "Ring", "RoundMemory", "RowMemory",
+    "SampledAttention", "Scope", "Shared", "SharedLast", "SimilarKey", "Slots", "Split", "SplitLayers", "Strided",
+    "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "Weights", "WithSelection",
+    "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv", "compactor",
+    "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "ems", "everything", "evict",
     "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv", "h2o", "h2o_decay", "heavy_only", "keep",
-    "key_difference", "keydiff", "knorm", "kvmerger", "kvzip", "ladder", "lagkv", "largest_attention", "last", "lazy",
-    "leverage", "local_only", "longgen", "low_norm", "lru", "mass", "matched", "matched_attention", "mean_attention",
-    "mean_mass", "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any", "protect_first",
-    "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency",
-    "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers", "streaming_llm",
-    "strided", "times_above", "tova", "value_aware", "value_norm", "vase", "vase_dkv", "window", "with_heavy_hitters",
+    "key_difference", "keydiff", "knorm", "kvgrad", "kvmerger", "kvzip", "ladder", "lagkv", "largest_attention", "last",
+    "lazy", "leverage", "local_only", "longgen", "low_norm", "lru", "mass", "matched", "matched_attention",
+    "mean_attention", "mean_mass", "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any",
+    "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
+    "razor_attention", "recency", "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",
+    "split_layers", "streaming_llm", "strided", "times_above", "tova", "value_aware", "value_norm", "vase", "vase_dkv",
+    "window", "with_heavy_hitters",
 ]  # fmt: skip

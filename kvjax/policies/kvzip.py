@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
+from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict, compress, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Stats, View
@@ -22,11 +23,18 @@ class ReplayedAttention(Importance):
     slots, those of the chunk that is replayed, and the replay's own past.
 
     Attributes:
-      replay: how the prompt is replayed.
+      replay: how the prompt is replayed, with ``by="attention"``.
+
+    Raises:
+      PolicyError: a replay by something else.
     """
 
     replay: Replay = dataclasses.field(default_factory=Replay)
     needs = frozenset()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.replay, Replay) or self.replay.by != "attention":
+            raise PolicyError(f"replay={self.replay!r} is not valid; give Replay(by='attention').")
 
     def score(self, stats: Stats, view: View) -> Array:
         return stats[REPLAYED]

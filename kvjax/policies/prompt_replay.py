@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvjax.arguments import count_argument
+from kvjax.arguments import choice_argument, count_argument
 from kvjax.errors import PolicyError
 
 REPLAYED = "replayed"  # name of the statistic of slots that a replay fills, [B, K, S] float32
+SCORES = ("attention", "gradient")  # what a slot is scored by
 OVERLAP = 8  # tokens before a chunk that are repeated with it, in every chunk but the first
 
 
@@ -25,6 +26,8 @@ class Replay:
       later: ids of the tokens before the other chunks.
       chunk: the number of tokens of a chunk.
       sinks: the number of first slots that compete with those of the chunk; see `ReplayedAttention`.
+      by: ``attention`` scores a slot by the attention that it receives; ``gradient`` by the change of the hidden
+        states that leave the last layer, see `kvjax.policies.ReplayedGradient`.
       output_norm: whether a probability is multiplied by the norm of what the slot adds to the residual stream, and
         divided by the norm of the query's hidden state (KVzip+, arXiv:2601.07891).
 
@@ -37,12 +40,14 @@ class Replay:
     chunk: int = 2048
     sinks: int = 4
     output_norm: bool = False
+    by: str = "attention"
 
     def __post_init__(self) -> None:
         for field in ("instruction", "later"):
             object.__setattr__(self, field, _ids(field, getattr(self, field)))
         object.__setattr__(self, "chunk", count_argument("chunk", self.chunk, minimum=1))
         object.__setattr__(self, "sinks", count_argument("sinks", self.sinks))
+        choice_argument("by", self.by, SCORES)
         if not isinstance(self.output_norm, bool):
             raise PolicyError(f"plus={self.output_norm!r} is not valid; give True or False.")
 

@@ -17,6 +17,7 @@ from tests.tiny import kept, random_tokens, tiny
 
 TOKENS, LENGTHS = random_tokens(2, 30), [30, 19]
 POLICY = policies.kvzip(0.5, instruction=(5, 6, 7), later=(8,), chunk=9, sinks=2)
+GRADIENT = policies.kvgrad(0.5, chunk=16)
 
 
 def prompts(policy=POLICY, own=None, lengths=LENGTHS, **options):
@@ -66,12 +67,13 @@ def test_tokens_of_a_chunk():
         )
 
 
-def test_layers_as_a_loop(monkeypatch):
+@pytest.mark.parametrize("policy", [POLICY, GRADIENT], ids=lambda policy: policy.name)
+def test_layers_as_a_loop(monkeypatch, policy):
     model = tiny(layers=3).model
     monkeypatch.setenv(VARIABLE, "stacked")
-    looped = prompts(own=model)
+    looped = prompts(policy, own=model)
     monkeypatch.setenv(VARIABLE, "off")
-    alone = prompts(own=model)
+    alone = prompts(policy, own=model)
     assert looped.layout.runs and not alone.layout.runs
     assert_same_slots(looped, alone)
 
@@ -109,6 +111,7 @@ def test_the_layout_says_what_a_prompt_costs():
     assert "replayed in chunks of 9 tokens before slots are evicted, which takes one more prefill" in (
         prompts().layout.explain()
     )
+    assert "takes one more forward and one backward pass" in prompts(GRADIENT).layout.explain()
     assert "replayed" not in prompts(policies.snapkv(0.5, window=4)).layout.explain()
 
 
@@ -133,6 +136,8 @@ SCORE = policies.ReplayedAttention()
             PolicyError,
             "later=.* give a sequence of whole numbers",
         ),
+        (lambda: policies.ReplayedGradient(policies.Replay()), PolicyError, "give Replay\\(by='gradient'\\)"),
+        (lambda: policies.Replay(by="keys"), PolicyError, "use 'attention' or 'gradient'"),
         (lambda: policies.kvzip(8, chunk=0), PolicyError, "chunk must be a whole number of at least 1"),
         (lambda: policies.kvzip(3), PolicyError, "protects 4 slots, more than its budget of 3"),
         (

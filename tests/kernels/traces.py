@@ -21,7 +21,7 @@ TRACED = {
     "cur": False, "expected_attention": False, "rkv": False, "morphkv": False,
     "gkv": False, "ladder": False, "vase": False, "vase_dkv": False,
     "matched": False, "compactor": False, "ems": False,
-    "kvzip": False,
+    "kvzip": False, "kvgrad": False,
 }  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def trace(spec: CacheSpec, block: int | None) -> None:
 APPENDING = {
     "full", "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "adakv",
     "matched", "compactor", "value_aware", "chunkkv", "knorm@cache", "h2o[masked]", "h2o[global]", "h2o[local]",
-    "kvzip",
+    "kvzip", "kvgrad",
 }  # fmt: skip
 HIDING = {"h2o[masked]", "h2o[global]", "h2o[local]"}
 
@@ -147,8 +147,8 @@ def does_not_compose(name: str, held: str, block: int | None) -> bool:
         # Heads that are held together hold the same positions.
         held in ("cskv", "kv_heads") and name not in ALIKE,
         # A prompt that is replayed is held as it is until then.
-        name == "kvzip" and bool(own.sides_of(OF_PROMPT) or held == "minicache"),
-        name == "kvzip" and block is not None and (own.new_tokens_separate or own.on_host),
+        name in examples.REPLAYED and bool(own.sides_of(OF_PROMPT) or held == "minicache"),
+        name in examples.REPLAYED and block is not None and (own.new_tokens_separate or own.on_host),
         # Two layers that are held together hold the same positions, from whole prompts.
         held == "minicache" and (name not in ("full", *HIDING) or block is not None),
     ))  # fmt: skip

@@ -37,7 +37,7 @@ class Case(NamedTuple):
     @property
     def own(self) -> Tiny:
         """The models: of one layer, unless layers differ; what a second one adds costs as much as the first."""
-        of_layers = self.name in ("pyramidkv", "kvzip") or isinstance(self.arguments.get("budget"), tuple)
+        of_layers = self.name in ("pyramidkv", "kvzip", "kvgrad") or isinstance(self.arguments.get("budget"), tuple)
         of_layers |= self.within is not None and self.within[0] == "from_layer"
         return tiny(self.heads, self.seed, layers=2 if of_layers else 1)
 
@@ -177,6 +177,8 @@ CASES = [
     Case("kvzip", {"budget": 0.5, "chunk": 9, "instruction": (5, 6, 7), "later": (8,), "sinks": 2}, "gqa", None),
     Case("kvzip", {"budget": 14, "plus": True}, "mha", 16),
     Case("kvzip", {"budget": 0.4, "chunk": 6, "plus": True, "positions": "cache"}, "gqa", 8),
+    Case("kvgrad", {"budget": 0.5, "chunk": 15, "instruction": (9,)}, "gqa", None),
+    Case("kvgrad", {"budget": 14, "sinks": 2, "positions": "cache"}, "mqa", 16),
     Case("kvzip", {"budget": 0.5, "chunk": 16, "later": (3, 1)}, "gqa", 8, within=("adakv", {"safeguard": 0.0})),
     Case("compactor", {"budget": 0.5, "sinks": 2, "recent": 3, "chunk": 7}, "gqa", None),
     Case("compactor", {"budget": 15, "sinks": 1, "recent": 0, "chunk": 16, "blend": 0.7}, "mha", 8),

@@ -12,7 +12,7 @@ import numpy as np
 from tests.reference import prompt_replay
 from tests.reference.base import Array, Policy
 from tests.reference.eviction import full
-from tests.reference.layers import linear, rms_norm
+from tests.reference.layers import linear, rms_norm, swish
 from tests.reference.step import Head, empty_heads, evict, step
 
 
@@ -160,8 +160,7 @@ def _forward(
         )
         x = x + linear(output.reshape(count, -1), attention["out"])
         h = rms_norm(x, layer["mlp_norm"], config.norm_eps)
-        gate = linear(h, mlp["gate"])
-        x = x + linear(gate / (1.0 + np.exp(-gate)) * linear(h, mlp["up"]), mlp["down"])
+        x = x + linear(swish(linear(h, mlp["gate"])) * linear(h, mlp["up"]), mlp["down"])
     x = rms_norm(x, params["final_norm"], config.norm_eps)
     head = params["head"]["kernel"] if "head" in params else params["embed"]["tokens"].T  # tied
     return x @ head

@@ -16,3 +16,7 @@ def linear(x: Array, layer: Mapping[str, Array]) -> Array:
 
 def rms_norm(x: Array, norm: Mapping[str, Array], eps: float) -> Array:
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * norm["scale"]
+
+
+def swish(x: Array) -> Array:
+    return x / (1.0 + np.exp(-x))

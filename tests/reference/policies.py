@@ -34,7 +34,7 @@ from tests.reference.eviction import (
     window,
 )
 from tests.reference.matched import matched
-from tests.reference.prompt_replay import kvzip
+from tests.reference.prompt_replay import kvgrad, kvzip
 from tests.reference.queries import compactor, expected_attention, morphkv, rkv
 from tests.reference.rounds import gkv, ladder
 from tests.reference.scores import caote, cur, lagkv, leverage, phases, value_aware
@@ -123,6 +123,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "compactor": compactor,
     "matched": matched,
     "kvzip": kvzip,
+    "kvgrad": kvgrad,
 }
 COMBINATORS: dict[str, Callable[..., Policy]] = {
     "with_heavy_hitters": with_heavy_hitters,

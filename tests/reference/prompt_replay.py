@@ -1,15 +1,16 @@
-"""The replay of a prompt, token by token: the scores of KVzip."""
+"""The replay of a prompt: the scores of KVzip, token by token, and those of gradients, by finite differences."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tests.reference.base import Array, Policy, Ranking, Statistic, View
-from tests.reference.layers import linear, rms_norm
+from tests.reference.layers import linear, rms_norm, swish
 from tests.reference.step import Head, rotate
 
 
@@ -19,6 +20,7 @@ class Replay(NamedTuple):
     chunk: int
     sinks: int
     plus: bool
+    by_gradient: bool = False
 
 
 def kvzip(
@@ -33,15 +35,26 @@ def kvzip(
     return Policy(budget, rank, statistics, at_prompt_end_only=True, replay=replay, **options)
 
 
+def kvgrad(
+    budget: Any, instruction: tuple[int, ...] = (), later: tuple[int, ...] | None = None, chunk: int = 512,
+    sinks: int = 4, **options: Any,
+) -> Policy:  # fmt: skip
+    base = kvzip(budget, instruction, later, chunk, sinks, **options)
+    return replace(base, replay=base.replay._replace(by_gradient=True))
+
+
 def score(params: Mapping[str, Any], config: Any, prompt: Array, layers: list[list[Head]], policy: Policy) -> None:
     """Sets the statistic of every head of a row whose prompt [n] has been read and is held whole."""
     replay, length = policy.replay, len(prompt)
     for start in range(0, length, replay.chunk):
         end = min(start + replay.chunk, length)
-        told = replay.instruction if start == 0 else (*replay.later, *prompt[max(start - 8, 0) : start])
+        lead = replay.instruction if start == 0 else (*replay.later, *prompt[max(start - 8, 0) : start])
+        if replay.by_gradient:
+            _add_gradient(params, config, np.array([*lead, *prompt[start:end]], int), length, layers, policy)
+            continue
         # Per layer, the keys and values [i, K, D] of the block's own past.
         past: list[tuple[list[Array], list[Array]]] = [([], []) for _ in layers]
-        for i, token in enumerate((*told, *prompt[start:end])):
+        for i, token in enumerate((*lead, *prompt[start:end])):
             _one_token(params, config, int(token), length + i, layers, past, policy, start, end)
 
 
@@ -76,8 +89,57 @@ def _one_token(
                 head.stats["replayed"][among] = np.maximum(head.stats["replayed"][among], z)
         x = x + linear(np.concatenate(outputs)[None], attention["out"])
         h = rms_norm(x, layer["mlp_norm"], config.norm_eps)
-        gate = linear(h, mlp["gate"])
-        x = x + linear(gate / (1.0 + np.exp(-gate)) * linear(h, mlp["up"]), mlp["down"])
+        x = x + linear(swish(linear(h, mlp["gate"])) * linear(h, mlp["up"]), mlp["down"])
+
+
+STEP = 1e-4  # of the logarithm of a gate
+
+
+def _add_gradient(
+    params: Mapping[str, Any], config: Any, tokens: Array, position: int, layers: list[list[Head]], policy: Policy
+) -> None:
+    """Adds, to the statistic of each slot, how much the block's last hidden states change with the slot's gate."""
+    for index, heads in enumerate(layers):
+        for number, head in enumerate(heads):
+            for slot in range(len(head.position)):
+                up, down = (
+                    _norms(params, config, tokens, position, layers, policy, (index, number, slot, step))
+                    for step in (STEP, -STEP)
+                )
+                head.stats["replayed"][slot] += abs(up - down) / (2 * STEP)
+
+
+def _norms(
+    params: Mapping[str, Any], config: Any, tokens: Array, position: int, layers: list[list[Head]], policy: Policy,
+    gate: tuple[int, int, int, float],
+) -> float:  # fmt: skip
+    """The sum of the norms of what leaves the last layer; gate: of layer, KV head and slot, and its logarithm."""
+    count, dim, group = len(tokens), config.head_dim, config.num_heads // config.num_kv_heads
+    at, theta = position + np.arange(count), config.rope_theta
+    x = params["embed"]["tokens"][tokens]
+    for index, heads in enumerate(layers):
+        layer = params[f"layer_{index}"]
+        attention, mlp = layer["attention"], layer["mlp"]
+        h = rms_norm(x, layer["attention_norm"], config.norm_eps)
+        query = rotate(linear(h, attention["query"]).reshape(count, -1, dim), at, theta)
+        key = rotate(linear(h, attention["key"]).reshape(count, -1, dim), at, theta)
+        value = linear(h, attention["value"]).reshape(count, -1, dim)
+        outputs = []
+        for number, head in enumerate(heads):
+            held = head.key if policy.positions == "original" else rotate(head.key, head.position, theta)
+            more = np.zeros(len(held))
+            if gate[:2] == (index, number):
+                more[gate[2]] = gate[3]
+            mask = np.where(np.tri(count, dtype=bool), 0.0, -np.inf)
+            for own in range(number * group, (number + 1) * group):
+                logits = np.hstack([query[:, own] @ held.T, query[:, own] @ key[:, number].T]) / math.sqrt(dim)
+                weights = np.exp(logits + np.hstack([np.tile(more, (count, 1)), mask]))
+                weights /= weights.sum(axis=1, keepdims=True)
+                outputs.append(weights @ np.concatenate([head.value, value[:, number]]))
+        x = x + linear(np.concatenate(outputs, axis=1), attention["out"])
+        h = rms_norm(x, layer["mlp_norm"], config.norm_eps)
+        x = x + linear(swish(linear(h, mlp["gate"])) * linear(h, mlp["up"]), mlp["down"])
+    return float(np.linalg.norm(x, axis=1).sum())
 
 
 def _softmax(x: Array) -> Array:

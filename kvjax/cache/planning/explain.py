@@ -45,7 +45,7 @@ def explain(layout: "CacheLayout") -> str:
     if (replay := layout.replay) is not None:
         lines.append(
             f"  prompts: held whole and replayed in chunks of {replay.chunk} tokens before slots are evicted, which "
-            "takes one more prefill"
+            f"takes one more {'prefill' if replay.by == 'attention' else 'forward and one backward pass'}"
         )
     for run in layout.runs:
         lines.append(f"  layers {_ranges(run.layers)} run as one loop, which is compiled once for all of them")
