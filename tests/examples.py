@@ -23,6 +23,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "lagkv": {"lag": 2, "sinks": 1}, "leverage": {}, "cur": {"block": 3, "sinks": 1},
     "compactor": {"sinks": 1, "recent": 1, "chunk": 3}, "matched": {},
     "kvzip": {"chunk": 7, "sinks": 1}, "kvgrad": {"chunk": 7, "sinks": 1},
+    "triattention": {"every": 1, "longest": 8}, "qfilters": {"recent": 1}, "learned": {"recent": 1},
     "fifo": {}, "lru": {"sinks": 1}, "counter": {},
 }  # fmt: skip
 #: Policies that a single layer cannot run: their prompts are run again by the whole model.
@@ -78,6 +79,7 @@ def combined(budget: Any = 0.5) -> dict[str, Policy]:
         "from_layer": library.from_layer(policy("h2o", budget), first=1),
         "by_page": library.by_page(policy("h2o", budget), page=2),
         "caote": library.caote(policy("h2o", budget, every=2)),
+        "critical": library.critical(policy("h2o", budget, every=2)),
         "value_aware": library.value_aware(policy("snapkv", budget), large=1),
         "chunkkv": library.chunkkv(policy("snapkv", budget), chunk=3),
         "phases": library.phases(library.full(), policy("h2o", budget)),

@@ -23,7 +23,9 @@ from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
-from kvjax.policies import Policy
+from kvjax.policies import ModelSizes, Policy
+from kvjax.policies.parameters import distinct
+from tests import parameters
 
 RUBBISH = 7.0  # what padding holds
 
@@ -183,6 +185,30 @@ def run(policy: Policy | CacheSpec, case: Case, *, implementation: Any = "xla", 
     return Run(output, layers, read, layout, chosen)
 
 
+def policy_args(query, layout, rope):
+    """The arguments of a layer for policies with parameters and scores of their own, by name.
+
+    The input of the projections is the queries of all heads, and the projection of the output is random.
+    """
+    groups = [group for phase in (layout.prompt, layout.decode) for group in phase[-1]]
+    batch, heads, n, dim = query.shape
+    hidden = heads * dim
+    sizes = ModelSizes(layout.kv_heads, heads // layout.kv_heads, dim, hidden, None if rope is None else rope.dim)
+    found = {}
+    if needed := distinct(each for group in groups for each in group.policy.params):
+        found["params"] = parameters.of_layer(needed, sizes, len(layout.decode) - 1)
+    if any(group.writes for group in groups):
+        found["hidden"] = jnp.swapaxes(query, 1, 2).reshape(batch, n, hidden)
+        found["out_kernel"] = jnp.asarray(out_kernel(hidden))
+    return found
+
+
+@functools.cache
+def out_kernel(hidden):
+    """The projection of the output, [H * D, E] float32."""
+    return np.random.default_rng(hidden).normal(size=(hidden, hidden)).astype(np.float32)
+
+
 @functools.partial(jax.jit, static_argnames=("layout", "width", "steps", "rope", "window"))
 def program(streams, prompts, ends, budget, decode_budget, sides, *, layout, width, steps, rope, window):
     """Outputs of the prompts [B, H, T', D] and steps [steps, B, H, D]; `layers`, `read` and `chosen` of `Run`."""
@@ -198,7 +224,7 @@ def program(streams, prompts, ends, budget, decode_budget, sides, *, layout, wid
         ]
         block = Block(position=position, prompt=prompts, total=ends, budget=budget).of_layer(len(layout.decode) - 1)
         guess = tokens[0] if any(group.selection.ahead for group in groups) else None
-        args = LayerArgs(rope=rope, window=window, guess=guess, sides=sides)
+        args = LayerArgs(rope=rope, window=window, guess=guess, sides=sides, **policy_args(tokens[0], layout, rope))
         return step_layer(layer, *tokens, block=block, groups=groups, args=args)
 
     size = layout.block or width

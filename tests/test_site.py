@@ -151,7 +151,7 @@ def test_policies_are_drawn_after_prompts_that_they_shorten():
     assert {name for name, spec in made.items() if survivors.compresses(spec)} == {
         "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "adakv", "chunkkv",
         "matched", "compactor",
-        "kvzip", "kvgrad",
+        "kvzip", "kvgrad", "qfilters",
         "after_prefill",
     }  # fmt: skip
 

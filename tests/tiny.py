@@ -13,6 +13,7 @@ from kvjax.cache import Block, KVState, LayerKV, layers_of
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.numerics.rope import Rope
+from tests.parameters import with_parameters
 from tests.reference import ReferenceConfig, random_model
 
 VOCAB = 64
@@ -20,7 +21,7 @@ HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
 class Tiny(NamedTuple):
-    model: kvjax.Model
+    model: kvjax.Model  # with the parameters of every policy
     params: Any  # the reference's
     config: ReferenceConfig  # the reference's
 
@@ -43,7 +44,8 @@ def tiny(heads: str = "gqa", seed: int = 0, head_dim: int = 8, layers: int = 2) 
         norm_eps=reference.norm_eps,
         rope=Rope(dim=reference.head_dim, theta=reference.rope_theta),
     )
-    return Tiny(kvjax.Model(config, jax.tree.map(jnp.asarray, params)), params, reference)
+    model = with_parameters(kvjax.Model(config, jax.tree.map(jnp.asarray, params)))
+    return Tiny(model, params, reference)
 
 
 def untied(model: kvjax.Model) -> kvjax.Model:

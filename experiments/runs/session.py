@@ -30,6 +30,7 @@ from kvjax.cache import CacheSpec
 from kvjax.checkpoint.skew import load_skew
 from kvjax.errors import CheckpointError
 from kvjax.models import shapes
+from kvjax.models.calibrate import needs_of
 from kvjax.models.model import Model
 from kvjax.models.offload import offload
 from kvjax.models.parameters import parameter_count, random_parameters
@@ -39,7 +40,7 @@ from kvjax.parallel import distributed, sharding
 from kvjax.parallel.rules import Rules, using
 from kvjax.products.quantized import is_quantized
 from kvjax.specs import user_files
-from kvjax.storage.calibration import Calibration, required
+from kvjax.storage.calibration import Calibration
 from kvjax.typing import JsonObject
 
 T = TypeVar("T")
@@ -303,12 +304,12 @@ def given_calibration(config: ModelConfig) -> Calibration | None:
 
 def calibrated_for(model: Model, spec: CacheSpec, given: Calibration | None) -> Model:
     """The model with the calibration of a storage that needs one: `given`, or one made from a generated story."""
-    if not required(spec.storage):
+    if not needs_of(spec, model.config.num_layers).any:
         return model
     if given is not None:
-        return kvjax.calibrated(model, spec.storage, given)
+        return kvjax.calibrated(model, spec, given)
     sample = data.calibration_sample(model, SAMPLE_ROWS, min(SAMPLE_TOKENS, model.config.max_positions))
-    return kvjax.calibrated(model, spec.storage, kvjax.calibrate(model, sample, spec.storage))
+    return kvjax.calibrated(model, spec, kvjax.calibrate(model, sample, spec))
 
 
 def _load_plain(config: ExperimentConfig, codes: WeightCodes | None) -> Model:

@@ -168,7 +168,7 @@ def over_steps(
     # What attention saw of a pool in host memory is not kept, and is the same as of one on the device.
     specs = tuple(on_device(as_spec(policy)) for policy in policies)
     for spec in specs:
-        calibrated(model, spec.storage, None)
+        calibrated(model, spec, None)
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     prompt = check_prompt(prompt_length, batch.lengths)
     steps = int((batch.lengths - prompt).max())

@@ -11,6 +11,7 @@ from kvjax.policies.components import Everything
 from kvjax.policies.prompt_replay import Replay
 from kvjax.policies.row_memory import RowMemory
 from kvjax.policies.window import First, full
+from kvjax.policies.written import Written
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
 from kvjax.storage import dense
@@ -49,6 +50,7 @@ class Group:
       needs: the statistics that are kept, for this policy and for the one that decodes.
       memory: what is remembered of a row's queries and of evictions, likewise, but for what each slot remembers.
       queries: query heads of each KV head, if any are remembered; otherwise 1.
+      writes: the scores that a token gets once, for this policy and for the one that decodes.
       slots: the number of slots of each store; () = as many as the prompt has tokens (one-shot prefill).
       array_sizes: what else arrays are sized for, if the storage's layout is not of single slots.
       decoding: whether the prompt is over.
@@ -77,6 +79,7 @@ class Group:
     needs: frozenset[Statistic] = frozenset()
     memory: tuple[RowMemory, ...] = ()
     queries: int = 1
+    writes: tuple[Written, ...] = ()
     slots: tuple[int, ...] = ()
     array_sizes: ArraySizes | None = None
     decoding: bool = False
@@ -137,7 +140,8 @@ class Group:
     @property
     def remembers(self) -> tuple[str, ...]:
         """The names of statistics that attention does not report, [B, K, S] float32."""
-        return (*self.policy.remembers, *((RANK,) if self.holds_ranks else ()))
+        own = (*self.policy.remembers, *(score.name for score in self.writes))
+        return (*dict.fromkeys(own), *((RANK,) if self.holds_ranks else ()))
 
     @property
     def holds_ranks(self) -> bool:

@@ -26,6 +26,7 @@ from kvjax.inputs import check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
 from kvjax.policies.base import Policy
+from kvjax.policies.traits import evictions
 from kvjax.policies.window import full
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
@@ -84,6 +85,12 @@ def replay(
         raise InputError(f"lengths must be whole numbers, one per row; got {lengths.tolist()}.")
     config = _config(prompt, decode, lengths, rope)
     policy = full() if policy is None else policy
+    for each in evictions(policy):
+        if each.params or each.writes:
+            raise PolicyError(
+                f"policy {each.name} reads parameters or hidden states of a model, which a layer by itself has not; "
+                "run it with kvjax.generate."
+            )
     spec = CacheSpec(policy, storage, everything() if selection is None else selection)
     sides = _sides(storage, calibration, config, prompt[2].dtype)
     width, steps = prompt[0].shape[2], decode[0].shape[2]

@@ -22,11 +22,12 @@ from kvjax.generation.prefill import Prefilled, run_prefill
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling, penalty_of
 from kvjax.generation.selection_record import Record
 from kvjax.inputs import check_count, check_stop
-from kvjax.models.calibrate import with_calibration
+from kvjax.models.calibrate import Needs, with_calibration
 from kvjax.models.model import Model
 from kvjax.numerics.finite import PAD, check_finite
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
+from kvjax.policies.parameters import distinct
 from kvjax.storage.calibration import Calibration, required
 from kvjax.summary import one_line
 
@@ -170,9 +171,10 @@ def decode(
     """
     held = [[group.storage for group in layer] for layer in prefilled.layout.decode]
     # Groups of heads that hold every token exactly need none.
-    storages = [next((each for each in layer if required(each)), layer[0]) for layer in held]
+    storages = tuple(next((each for each in layer if required(each)), layer[0]) for layer in held)
+    needs = Needs(storages, distinct(each for group in prefilled.layout.groups for each in group.policy.params))
     return _decode(
-        with_calibration(model, storages, calibration), prefilled, max_new_tokens=max_new_tokens, sampler=sampler,
+        with_calibration(model, needs, calibration), prefilled, max_new_tokens=max_new_tokens, sampler=sampler,
         key=key, stop=stop, stream=stream, until=until, progress=progress, requests=requests, record=record,
     )  # fmt: skip
 

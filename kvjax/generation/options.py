@@ -44,7 +44,7 @@ class CacheOptions:
         the slots that are left.
       implementation: of attention and eviction; see `kvjax.attention`.
       limits: the sizes that programs are compiled for; None for buckets, see `kvjax.cache.planning.limits`.
-      calibration: of the storage, if it needs one: from `kvjax.calibrate` or `kvjax.load_calibration`.
+      calibration: of the storage or the policy, if it needs one: from `kvjax.calibrate` or `kvjax.load_calibration`.
     """
 
     storage: Storage | None = None
@@ -82,14 +82,14 @@ class CacheOptions:
         return as_spec(policy, self.storage, self.selection)
 
     def resolve(self, model: Model, policy: Policy | CacheSpec) -> tuple[Model, CacheSpec]:
-        """Returns the model with the calibration of the storage, and the specification of the cache.
+        """Returns the model with the calibration of the cache, and the specification of the cache.
 
         Raises:
-          PolicyError: see `spec`.
+          PolicyError: see `spec`; or the policy needs a calibration and has none, or that of another one.
           StorageError: the storage needs a calibration and has none, or the calibration is for another one.
         """
         spec = self.spec(policy)
-        return calibrated(model, spec.storage, self.calibration), spec
+        return calibrated(model, spec, self.calibration), spec
 
 
 def cache_keywords(**defaults: Any) -> Callable[[F], F]:

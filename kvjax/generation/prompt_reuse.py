@@ -20,13 +20,14 @@ from kvjax.generation.program import program
 from kvjax.generation.prompt_store import Activations, Entry, Projected, PromptStore
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig, LayerKind
-from kvjax.models.decoder import SIDES, SKEW, attention_args
+from kvjax.models.decoder import POLICY, SIDES, SKEW, attention_args
 from kvjax.models.model import Model
 from kvjax.numerics.stack_slices import AXIS
 from kvjax.parallel import host_memory
 from kvjax.parallel.sharding import Params
 
 Array = jax.Array
+CACHE_PARAMS = (SKEW, SIDES, POLICY)  # optional parameters of an attention that a cache depends on, and no prompt
 BY_LENGTH = ("dynamic", "longrope")  # scalings of RoPE that depend on the tokens to come
 
 
@@ -40,8 +41,13 @@ def can_reuse(store: PromptStore, model: Model, layout: CacheLayout, rows: int, 
       rows: the number of rows of the batch.
       width: the number of tokens that prompts are padded to.
     """
-    early = [group.selection for groups in layout.prompt for group in groups]
-    if layout.block is not None or layout.replay is not None or not all(selection.reads_all for selection in early):
+    early = [group for groups in layout.prompt for group in groups]
+    if layout.block is not None or layout.replay is not None:
+        return False
+    if not all(group.selection.reads_all for group in early):
+        return False
+    if any(group.writes for group in early):
+        # They are computed from the input of attention, which is not among the activations.
         return False
     config, leaves = model.config, jax.tree.leaves(model.params)
     if model.mesh is not None or any(
@@ -78,7 +84,7 @@ def _weights(model: Model) -> tuple[Array, ...]:
     paths = jax.tree_util.tree_flatten_with_path(model.params)[0]
 
     def is_used(path: KeyPath) -> bool:
-        return not any(getattr(each, "key", None) in (SKEW, SIDES) for each in path)
+        return not any(getattr(each, "key", None) in CACHE_PARAMS for each in path)
 
     return tuple(leaf for path, leaf in paths if is_used(path))
 
@@ -200,7 +206,7 @@ def _block(width: int, lengths: Array, total: Array, budget: tuple[tuple[Array |
 def _optional(params: Params, index: int) -> Params:
     """Returns the parameters of a layer that a cache depends on."""
     own = params[f"layer_{index}"]["attention"]
-    found: Params = host_memory.to_device({name: own[name] for name in (SKEW, SIDES) if name in own})
+    found: Params = host_memory.to_device({name: own[name] for name in CACHE_PARAMS if name in own})
     return found
 
 

@@ -126,7 +126,7 @@ class KVJaxLM(TemplateLM):
         if tokenizer is None:
             raise ConfigError(f"{name} has no tokenizer, which texts need.")
         if calibration is not None:
-            model = calibrated(model, self.spec.storage, load_calibration(calibration))
+            model = calibrated(model, self.spec, load_calibration(calibration))
         self._texts: Tokenizer = tokenizer
         self._name = "model" if isinstance(name, Model) else str(name)
         self.runner = Runner(

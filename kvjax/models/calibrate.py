@@ -1,10 +1,11 @@
-"""Calibration: what a storage's vectors share, from one pass over a text under full attention."""
+"""Calibration: what a storage's vectors share, and the parameters of policies, from one pass over a text."""
 
+import collections
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Iterator
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +13,26 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.cache.planning.layout import Group
+from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block
-from kvjax.errors import StorageError
+from kvjax.errors import PolicyError, StorageError
 from kvjax.inputs import check_batch
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import SIDES, Decoder, run_layer
+from kvjax.models.decoder import POLICY, SIDES, Decoder, run_layer
 from kvjax.models.gradients import gradients
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
+from kvjax.policies.base import Policy
+from kvjax.policies.parameters import ModelSizes, Parameters, TextSamples, expected
+from kvjax.policies.traits import parameters_of
 from kvjax.policies.window import full
 from kvjax.products.quantized import dequantize, is_quantized, outputs_of
 from kvjax.storage.base import UNROTATED, Storage
-from kvjax.storage.calibration import Calibration, required
-from kvjax.storage.side import Samples
+from kvjax.storage.calibration import SIDES as STORAGE_SIDES
+from kvjax.storage.calibration import Calibration, required, shapes_of, shapes_text
+from kvjax.storage.dense import dense
+from kvjax.storage.side import Samples, Sides
 
 Array = jax.Array
 
@@ -33,78 +40,197 @@ EMBEDDINGS = 64  # rows of the embedding that a fingerprint looks at
 DIGITS = 16  # of a fingerprint
 
 
-def calibrate(model: Model, tokens: ArrayLike, storage: Storage, *, lengths: ArrayLike | None = None) -> Calibration:
-    """Makes the calibration of a storage from a text, in one pass under full attention.
+class Needs(NamedTuple):
+    """Holds the storages and the parameters that a calibration is for.
+
+    Attributes:
+      storages: of each layer.
+      parameters: of the policies.
+    """
+
+    storages: tuple[Storage, ...]
+    parameters: tuple[Parameters, ...]
+
+    @property
+    def any(self) -> bool:
+        """Whether a calibration is needed."""
+        return bool(self.parameters) or any(map(required, self.storages))
+
+
+def calibrate(
+    model: Model, tokens: ArrayLike, what: Storage | Policy | CacheSpec, *, lengths: ArrayLike | None = None
+) -> Calibration:
+    """Makes the calibration of a storage or a policy from a text, in one pass under full attention.
 
     Layers run one after the other, and each is reduced before the next runs.
 
     Args:
       model: from `kvjax.load`.
       tokens: [B, T] or [T] int, rows padded at the end; or a list of rows of any lengths.
-      storage: what needs it, such as ``kvjax.storage.low_rank(32, 32)``.
+      what: a storage that needs it, such as ``kvjax.storage.low_rank(32, 32)``, a policy, such as
+        ``kvjax.policies.qfilters(0.2)``, or a `CacheSpec` of both.
       lengths: [B] int, the number of real tokens of each row; None for T.
 
     Raises:
       InputError: invalid tokens.
       StorageError: a storage that needs no calibration.
+      PolicyError: a policy that needs no calibration, or whose parameters are trained.
       ConfigError: a model that is spread over several processes.
     """
-    if not required(storage):
-        raise StorageError(f"storage {storage.name} needs no calibration; leave it out.")
+    storage, parameters = _storage(what), _parameters(what)
+    if not required(storage) and not parameters:
+        if isinstance(what, Storage):
+            raise StorageError(f"storage {storage.name} needs no calibration; leave it out.")
+        raise PolicyError(f"{what.name} needs no calibration; leave it out.")
+    if trained := [each.name for each in parameters if each.trained]:
+        raise PolicyError(f"{trained[0]} has parameters that are trained; load them with kvjax.load_calibration.")
+    sizes = model_sizes(model.config)
+    shapes = expected(parameters, sizes)  # raises for a model that the policy does not run on
     distributed.check_alone(model.params, "kvjax.calibrate")
     storage = storage.bound(model.config.num_kv_heads)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     with model.on_mesh():
-        samples = _samples(model, batch.tokens, batch.lengths, storage)
-        made = Calibration.of(storage, samples, model.config.rope, model.dtype)
-        return made.replace(model=fingerprint(model))
+        layers: list[Sides] = []
+
+        def of_storage() -> Iterator[Samples]:
+            for own, text in _samples(model, batch.tokens, batch.lengths, storage):
+                layers.append(
+                    {each.name: _prepared(each, text, sizes, shapes[each.name]) for each in parameters}
+                )  # fmt: skip
+                yield own
+
+        if required(storage):
+            made = Calibration.of(storage, of_storage(), model.config.rope, model.dtype)
+            layers = [{**sides, **own} for sides, own in zip(made.layers, layers, strict=True)]
+        else:
+            collections.deque(of_storage(), maxlen=0)
+            made = Calibration((), "", model.config.rope)
+        method = ", ".join(filter(None, [made.method, *(each.kind for each in parameters)]))
+        kinds = tuple((each.name, each.kind) for each in parameters)
+        return made.replace(layers=tuple(layers), method=method, policies=kinds, model=fingerprint(model))
 
 
-def calibrated(model: Model, storage: Storage, calibration: Calibration | None) -> Model:
+def calibrated(model: Model, what: Storage | Policy | CacheSpec, calibration: Calibration | None) -> Model:
     """Returns the model with a calibration among its parameters, where every function that takes a model finds it.
 
     Args:
       model: from `kvjax.load`.
-      storage: what needs it.
-      calibration: from `calibrate`; None = the model's own, if the storage needs one.
+      what: a storage or a policy that needs it, or a `CacheSpec`.
+      calibration: from `calibrate`; None = the model's own, if one is needed.
 
     Raises:
       StorageError: a storage that needs a calibration and has none, or one that is for another storage or model.
+      PolicyError: likewise, of a policy.
     """
-    layers = model.config.num_layers
-    return with_calibration(model, [storage.of_layer(index, layers) for index in range(layers)], calibration)
+    return with_calibration(model, needs_of(what, model.config.num_layers), calibration)
 
 
-def with_calibration(model: Model, storages: Sequence[Storage], calibration: Calibration | None) -> Model:
-    """Returns what `calibrated` does, for the storage of each layer."""
-    config = model.config
-    shape = (storages, config.num_kv_heads, config.head_dim, model.dtype, config.rope)
+def needs_of(what: Storage | Policy | CacheSpec, num_layers: int) -> Needs:
+    """Returns what a storage, a policy or a `CacheSpec` needs a calibration for."""
+    storage = _storage(what)
+    return Needs(tuple(storage.of_layer(index, num_layers) for index in range(num_layers)), _parameters(what))
+
+
+def model_sizes(config: DecoderConfig) -> ModelSizes:
+    """Returns the sizes that shapes of policies' parameters depend on."""
+    queries = config.num_heads // config.num_kv_heads
+    rotary = None if config.rope is None else config.rope.dim
+    return ModelSizes(config.num_kv_heads, queries, config.head_dim, config.hidden_size, rotary)
+
+
+def _storage(what: Storage | Policy | CacheSpec) -> Storage:
+    return what if isinstance(what, Storage) else what.storage if isinstance(what, CacheSpec) else dense()
+
+
+def _parameters(what: Storage | Policy | CacheSpec) -> tuple[Parameters, ...]:
+    if isinstance(what, Storage):
+        return ()
+    return parameters_of(what.policy if isinstance(what, CacheSpec) else what)
+
+
+def _prepared(
+    own: Parameters, samples: TextSamples, sizes: ModelSizes, shapes: dict[str, tuple[tuple[int, ...], str]]
+) -> dict[str, Array]:
+    """Returns one layer's parameters.
+
+    Raises:
+      PolicyError: `prepare` returned other shapes than `parts`, or numbers that are not finite.
+    """
+    made = {name: np.asarray(x, np.float32) for name, x in own.prepare(samples, sizes).items()}
+    found, needed = {name: x.shape for name, x in made.items()}, {name: shape for name, (shape, _) in shapes.items()}
+    if found != needed:
+        raise PolicyError(f"parameters {own.name}: prepare returned shapes {found}; expected {needed}.")
+    if not all(np.all(np.isfinite(x)) for x in made.values()):
+        raise PolicyError(f"parameters {own.name} have numbers that are infinite or NaN; give another text.")
+    return {name: jnp.asarray(x) for name, x in made.items()}
+
+
+def with_calibration(model: Model, needs: Needs, calibration: Calibration | None) -> Model:
+    """Returns what `calibrated` does, for the storage of each layer and the parameters of policies."""
+    config, storages = model.config, needs.storages
     if calibration is None:
-        if not any(map(required, storages)):
+        if not needs.any:
             return model
-        layers = [model.params[f"layer_{index}"]["attention"].get(SIDES) for index in range(config.num_layers)]
-        if any(layer is None for layer in layers):
+        attentions = [model.params[f"layer_{index}"]["attention"] for index in range(config.num_layers)]
+        if any(map(required, storages)) and any(SIDES not in own for own in attentions):
             raise StorageError(
                 f"storage {storages[0].name} needs a calibration: make it with kvjax.calibrate(model, tokens, "
                 "storage), or load it with kvjax.load_calibration(path), and pass calibration=."
             )
-        Calibration(tuple(layers), "the model's own", config.rope).check(*shape)
+        layers = tuple({**own.get(SIDES, {}), **own.get(POLICY, {})} for own in attentions)
+        _check(Calibration(layers, "the model's own", config.rope), model, needs)
         return model
-    distributed.check_alone(model.params, f"storage {storages[0].name}, which has a calibration,")
     if not isinstance(calibration, Calibration):
         raise StorageError(f"calibration={type(calibration).__name__} is not valid; give one from kvjax.calibrate.")
-    calibration.check(*shape)
+    distributed.check_alone(model.params, f"a cache that has a calibration ({calibration.method})")
+    _check(calibration, model, needs)
     if calibration.model is not None and (own := fingerprint(model)) not in (None, calibration.model):
         raise StorageError(
             f"the calibration ({calibration.method}) was made for a model with the fingerprint {calibration.model}, "
             f"and this model has {own}; make one for this model with kvjax.calibrate."
         )
     params = dict(model.params)
-    for index, sides in enumerate(calibration.layers):
+    for index, given in enumerate(calibration.layers):
         layer = dict(params[f"layer_{index}"])
-        layer["attention"] = {**layer["attention"], SIDES: sides}
-        params[f"layer_{index}"] = layer
+        attention = dict(layer["attention"])
+        if sides := {name: parts for name, parts in given.items() if name in STORAGE_SIDES}:
+            attention[SIDES] = sides
+        if others := {name: parts for name, parts in given.items() if name not in STORAGE_SIDES}:
+            attention[POLICY] = {**attention.get(POLICY, {}), **others}
+        params[f"layer_{index}"] = {**layer, "attention": attention}
     return dataclasses.replace(model, params=params)
+
+
+def _check(calibration: Calibration, model: Model, needs: Needs) -> None:
+    """Checks that a calibration fits a model and what needs it.
+
+    Raises:
+      StorageError: see `Calibration.check`.
+      PolicyError: it has no parameters of one of the policies, or of other shapes or another kind.
+    """
+    config = model.config
+    if any(map(required, needs.storages)) or not needs.parameters:
+        calibration.check(needs.storages, config.num_kv_heads, config.head_dim, model.dtype, config.rope)
+    calibration.check_rope(config.rope)
+    kinds = dict(calibration.policies)
+    shapes = expected(needs.parameters, model_sizes(config))
+    for own in needs.parameters:
+        make = "make it with kvjax.calibrate(model, tokens, policy)" if not own.trained else "train it for this model"
+        mine = [shapes_of({own.name: layer.get(own.name, {})}) for layer in calibration.layers]
+        if len(mine) != config.num_layers or any(not each[own.name] for each in mine):
+            raise PolicyError(
+                f"the policy reads parameters {own.name!r}, which the calibration ({calibration.method}) has not for "
+                f"{config.num_layers} layers: {make}, or load it with kvjax.load_calibration(path), and pass "
+                "calibration=."
+            )
+        if kinds.get(own.name, own.kind) != own.kind:
+            raise PolicyError(f"the calibration is of {kinds[own.name]}, and the policy needs {own.kind}; {make}.")
+        needed = {own.name: shapes[own.name]}
+        if wrong := [each for each in mine if each != needed]:
+            raise PolicyError(
+                f"the calibration ({calibration.method}) has {shapes_text(wrong[0])}; the policy and this model need "
+                f"{shapes_text(needed)}; {make}."
+            )
 
 
 def fingerprint(model: Model) -> str | None:
@@ -128,8 +254,10 @@ def fingerprint(model: Model) -> str | None:
     return found.hexdigest()[:DIGITS]
 
 
-def _samples(model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Storage) -> Iterator[Samples]:
-    """Yields the `Samples` of each layer; of one layer at a time there are keys and values."""
+def _samples(
+    model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Storage
+) -> Iterator[tuple[Samples, TextSamples]]:
+    """Yields the samples of each layer; of one layer at a time there are keys and values."""
     config, dtype = model.config, model.dtype
     ids, lengths = model.place((tokens, lengths.astype(np.int32)))
     block = _block(lengths, width=tokens.shape[1], layers=config.num_layers)
@@ -154,12 +282,14 @@ def _samples(model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Sto
         )  # fmt: skip
         (layer,), (seen,) = output.cache, output.seen
         assert seen is not None
-        keys, values = flat(seen.key if rotated else layer.key), flat(layer.value)
-        yield Samples(
-            own=keys, query=flat(seen.query), key=keys, value=values,
+        keys, values, query = flat(seen.key if rotated else layer.key), flat(layer.value), flat(seen.query)
+        text = TextSamples(flat(output.projected[0]), query)
+        own = Samples(
+            own=keys, query=query, key=keys, value=values,
             inputs=np.asarray(output.entered, np.float32)[real], kernels=_kernels(params, config),
             gradients={} if slopes is None else {name: flat(each) for name, each in slopes[index].items()},
         )  # fmt: skip
+        yield own, text
         x = output.x
 
 

@@ -31,6 +31,7 @@ from kvjax.models.output_gram import output_gram
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.sharding import Params
+from kvjax.products import as_matrix
 from kvjax.typing import PyTree
 
 Array = jax.Array
@@ -41,6 +42,7 @@ RUNS = "runs"  # optional collection of variables, index of a layer -> `kvjax.mo
 PROJECTED = "projected"  # optional collection, index of a layer -> its queries, keys and values
 CHOICES = "choices"  # optional collection, index of a layer -> `Choice` of each group of heads
 SEEN = "seen"  # optional collection, index of a layer -> the operands of attention by group of heads, and `Streams`
+POLICY = "policy"  # optional parameters of an attention, {name of `Parameters`: {part: [K or 1, ...]}}
 SHIFT = "shift"  # optional parameters of an attention, added to {"key": [B, K, n, D], "value": ...}, for gradients
 GATES = (
     "gates"  # optional parameter of an attention that replaces its output: `models.gates.Gates`, `models.nested.Nested`
@@ -120,7 +122,7 @@ def attention_args(config: DecoderConfig, kind: LayerKind, params: Params, guess
     """
     return LayerArgs(
         rope=kind.rope, scale=config.attention_scale, soft_cap=config.attention_soft_cap, window=kind.window,
-        guess=guess, skew=params.get(SKEW), sides=params.get(SIDES),
+        guess=guess, skew=params.get(SKEW), sides=params.get(SIDES), params=params.get(POLICY),
     )  # fmt: skip
 
 
@@ -179,7 +181,7 @@ class Attention(nn.Module):
 
         optional: Params = {
             name: self.get_variable("params", name)
-            for name in (SKEW, SIDES, SHIFT, GATES)
+            for name in (SKEW, SIDES, POLICY, SHIFT, GATES)
             if self.has_variable("params", name)
         }
         to_query = projection("query", config.num_heads, "query_norm")
@@ -196,6 +198,10 @@ class Attention(nn.Module):
             # [B, n]
             norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=2))
             args = args._replace(output_gram=gram, hidden_norm=norm)
+        if writes := [score for group in groups for score in group.writes]:
+            args = args._replace(hidden=x)
+            if any(score.projects for score in writes) and not self.is_initializing():
+                args = args._replace(out_kernel=as_matrix(self.variables["params"]["out"]["kernel"]))
         output, after, seen = step_layer(layer, query, key, value, block=block, groups=groups, args=args)
         if layer is None and (gates := optional.get(GATES)) is not None:
             output = gates.blend(output, query, key, value, block, args)

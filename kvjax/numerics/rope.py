@@ -69,16 +69,12 @@ class Rope:
         Returns:
           [B, dim / 2] float32, or [1, dim / 2] if the frequencies do not depend on the row.
         """
+        if (constant := self.constant_frequencies()) is not None:
+            # [1, dim / 2]
+            return jnp.asarray(constant, jnp.float32)[None]
         # [dim / 2]
         exponent = np.arange(0, self.dim, 2, dtype=np.float64) / self.dim
-        base = self.theta**-exponent
         match self.scaling:
-            case "linear":
-                base = base / self.factor
-            case "llama3":
-                base = _llama3(base, self)
-            case "yarn":
-                base = _yarn(base, self)
             case "dynamic":
                 # [B]
                 longest = jnp.maximum(length, self.original_max_positions).astype(jnp.float32)
@@ -86,14 +82,28 @@ class Rope:
                 theta = self.theta * stretch ** (self.dim / (self.dim - 2))
                 # [B, dim / 2]
                 return theta[:, None] ** -jnp.asarray(exponent, jnp.float32)
-            case "longrope":
+            case _:
+                base = self.theta**-exponent
                 # [dim / 2]
                 short = jnp.asarray(base / np.asarray(self.short_factor), jnp.float32)
                 long = jnp.asarray(base / np.asarray(self.long_factor), jnp.float32)
                 # [B, dim / 2]
                 return jnp.where((length > self.original_max_positions)[:, None], long, short)
-        # [1, dim / 2]
-        return jnp.asarray(base, jnp.float32)[None]
+
+    def constant_frequencies(self) -> np.ndarray | None:
+        """Returns the frequencies before rounding, [dim / 2] float64, on the host; None if they depend on the row."""
+        # [dim / 2]
+        base = self.theta ** -(np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
+        match self.scaling:
+            case "default":
+                return base
+            case "linear":
+                return base / self.factor
+            case "llama3":
+                return _llama3(base, self)
+            case "yarn":
+                return _yarn(base, self)
+        return None
 
     def rotate(self, x: Array, position: Array, frequencies: Array) -> Array:
         """Rotates queries or keys to their positions, in float32.

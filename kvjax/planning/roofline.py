@@ -26,13 +26,16 @@ from kvjax.cache.state import KVState, Layer, LayerKV, layers_of
 from kvjax.devices import Device
 from kvjax.generation.decoding import Carry
 from kvjax.models import offload
+from kvjax.models.calibrate import model_sizes
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import SIDES
+from kvjax.models.decoder import POLICY, SIDES
 from kvjax.models.quantize import WeightCodes, held_shapes
 from kvjax.parallel import sharding
 from kvjax.parallel.host_memory import DEVICE, HOST, PINNED
 from kvjax.parallel.rules import Rules, using
 from kvjax.parallel.sharding import Params, PyTree
+from kvjax.policies.parameters import distinct
+from kvjax.policies.parameters import empty as empty_parameters
 from kvjax.policies.traits import held_in_steps, left_of_prompt
 from kvjax.products.quantized import MATRIX, QuantizedMatrix, is_quantized
 from kvjax.storage.calibration import side_shapes
@@ -157,7 +160,7 @@ def decode_shapes(
 
 
 def _calibrated(params: Params, config: DecoderConfig, layout: CacheLayout, dtype: DTypeLike) -> Params:
-    """Adds the shapes of a calibration, where a layer's storage needs one."""
+    """Adds the shapes of a calibration, where a layer's storage or policy needs one."""
     params = dict(params)
     for index, groups in enumerate(layout.decode):
         # Groups of heads have one storage, or an exact one.
@@ -165,6 +168,10 @@ def _calibrated(params: Params, config: DecoderConfig, layout: CacheLayout, dtyp
         if sides := next(filter(None, found), None):
             layer = params[f"layer_{index}"]
             params[f"layer_{index}"] = {**layer, "attention": {**layer["attention"], SIDES: sides}}
+        if own := distinct(each for group in groups for each in group.policy.params):
+            layer = params[f"layer_{index}"]
+            made = empty_parameters(own, model_sizes(config))
+            params[f"layer_{index}"] = {**layer, "attention": {**layer["attention"], POLICY: made}}
     return params
 
 

@@ -15,8 +15,10 @@ from kvjax.policies.chunks import ChunkMean, chunkkv
 from kvjax.policies.combinators import Best, TimesValueNorm, by_page, from_layer, value_norm, with_heavy_hitters
 from kvjax.policies.compactor import LeverageAndMass, compactor
 from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
+from kvjax.policies.critical import OutputNorm, TwoStages, critical
 from kvjax.policies.ems import GlobalOrLocal, ems
 from kvjax.policies.expected_attention import ExpectedAttention, expected_attention
+from kvjax.policies.gates import Gate, GateScore, LinearGate, MlpGate, QkvGate, SinkGate
 from kvjax.policies.gkv import GlobalRedundancy, GlobalScore, gkv
 from kvjax.policies.h2o import (
     DecayedMass,
@@ -40,6 +42,7 @@ from kvjax.policies.ladder import Cursor, Ladder, ladder
 from kvjax.policies.lagkv import LagRelative, lagkv
 from kvjax.policies.layers import SplitLayers, longgen, split_layers
 from kvjax.policies.lazy_eviction import Recurrence, lazy
+from kvjax.policies.learned import AtMost, GateImportance, learned
 from kvjax.policies.leverage import KeyValueShare, Leverage, cur, leverage
 from kvjax.policies.matched import (
     LargestAttention,
@@ -51,10 +54,12 @@ from kvjax.policies.matched import (
 )
 from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, SimilarKey, anchors, cam, d2o, kvmerger
 from kvjax.policies.padded import Padded, padded
+from kvjax.policies.parameters import ModelSizes, Parameters, TextSamples
 from kvjax.policies.patterns import LastColumns, OwnBlock, Strided, Uniform, fixed, random, strided
-from kvjax.policies.phases import BeyondPrompt, KeptPrompt, Phases, after_prefill, phases
+from kvjax.policies.phases import AfterPrompt, BeyondPrompt, KeptPrompt, Phases, after_prefill, phases
 from kvjax.policies.pools import Ends, Fetched, LastFetched, counter, fifo, lru
 from kvjax.policies.prompt_replay import Replay
+from kvjax.policies.qfilters import Projection, QueryDirection, qfilters
 from kvjax.policies.query_window import RecentAttention, Redundancy, morphkv, rkv
 from kvjax.policies.roco import MeanMass, Varying, mean_attention, mean_mass, protect_varying, roco
 from kvjax.policies.round_memory import RoundMemory
@@ -71,10 +76,12 @@ from kvjax.policies.snapkv import (
     snapkv,
 )
 from kvjax.policies.tova import Last, SharedLast, last, shared_last, tova
+from kvjax.policies.triattention import FutureLogit, QuerySpread, triattention
 from kvjax.policies.union import Union, protect_any
 from kvjax.policies.value_aware import LargestValues, value_aware
 from kvjax.policies.vase import ProjectedShare, SampledAttention, vase, vase_dkv
 from kvjax.policies.window import First, Recency, full, local_only, protect_first, recency, streaming_llm, window
+from kvjax.policies.written import Token, Written
 
 #: Every named policy: the command line, sweeps and conformance tests take the list from here.
 POLICIES: Registry[Policy] = Registry(
@@ -116,6 +123,9 @@ POLICIES: Registry[Policy] = Registry(
         "kvgrad": kvgrad,
         "compactor": compactor,
         "matched": matched,
+        "triattention": triattention,
+        "qfilters": qfilters,
+        "learned": learned,
         "fifo": fifo,
         "lru": lru,
         "counter": counter,
@@ -141,31 +151,35 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
     "from_layer": from_layer,
     "by_page": by_page,
     "caote": caote,
+    "critical": critical,
     "value_aware": value_aware,
     "chunkkv": chunkkv,
     "phases": phases,
 }
 
 __all__ = [
-    "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "BeyondPrompt", "Budget", "CaM",
-    "ChunkMean", "Compensation", "Cursor", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched",
-    "First", "FirstSlots", "Folded", "Fraction", "FromLayer", "Given", "GlobalOrLocal", "GlobalRedundancy",
-    "GlobalScore", "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "Ladder",
-    "LagRelative", "LargestAttention", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage",
-    "LeverageAndMass", "LowNorm", "Mass", "MatchedAttention", "MeanMass", "Merge", "Newest", "ObservationWindow",
-    "OutputChange", "OwnBlock", "Padded", "PerLayer", "Phases", "Policy", "ProjectedShare", "PromptEnd",
-    "PromptQueries", "Pyramid", "QueryMoments", "Recency", "RecentAttention", "RecentQueries", "Recurrence",
-    "Redundancy", "Replay", "ReplayedAttention", "ReplayedGradient", "Ring", "RoundMemory", "RowMemory",
-    "SampledAttention", "Scope", "Shared", "SharedLast", "SimilarKey", "Slots", "Split", "SplitLayers", "Strided",
-    "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "Weights", "WithSelection",
-    "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv", "compactor",
-    "compensation", "compress", "counter", "cur", "d2o", "decayed_mass", "duo_attention", "ems", "everything", "evict",
-    "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv", "h2o", "h2o_decay", "heavy_only", "keep",
-    "key_difference", "keydiff", "knorm", "kvgrad", "kvmerger", "kvzip", "ladder", "lagkv", "largest_attention", "last",
-    "lazy", "leverage", "local_only", "longgen", "low_norm", "lru", "mass", "matched", "matched_attention",
-    "mean_attention", "mean_mass", "morphkv", "names", "observation_window_score", "padded", "phases", "protect_any",
-    "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
-    "razor_attention", "recency", "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",
-    "split_layers", "streaming_llm", "strided", "times_above", "tova", "value_aware", "value_norm", "vase", "vase_dkv",
-    "window", "with_heavy_hitters",
+    "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "AfterPrompt", "Anchors", "AtMost", "Best",
+    "BeyondPrompt", "Budget", "CaM", "ChunkMean", "Compensation", "Cursor", "DecayedMass", "Ends", "Everything",
+    "Evict", "ExpectedAttention", "Fetched", "First", "FirstSlots", "Folded", "Fraction", "FromLayer", "FutureLogit",
+    "Gate", "GateImportance", "GateScore", "Given", "GlobalOrLocal", "GlobalRedundancy", "GlobalScore", "Importance",
+    "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "Ladder", "LagRelative", "LargestAttention",
+    "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LeverageAndMass", "LinearGate", "LowNorm",
+    "Mass", "MatchedAttention", "MeanMass", "Merge", "MlpGate", "ModelSizes", "Newest", "ObservationWindow",
+    "OutputChange", "OutputNorm", "OwnBlock", "Padded", "Parameters", "PerLayer", "Phases", "Policy", "ProjectedShare",
+    "Projection", "PromptEnd", "PromptQueries", "Pyramid", "QkvGate", "QueryDirection", "QueryMoments", "QuerySpread",
+    "Recency", "RecentAttention", "RecentQueries", "Recurrence", "Redundancy", "Replay", "ReplayedAttention",
+    "ReplayedGradient", "Ring", "RoundMemory", "RowMemory", "SampledAttention", "Scope", "Shared", "SharedLast",
+    "SimilarKey", "SinkGate", "Slots", "Split", "SplitLayers", "Strided", "TextFraction", "TextSamples", "TimesAbove",
+    "TimesValueNorm", "Token", "TwoStages", "Uniform", "Union", "Varying", "View", "Weights", "WithSelection",
+    "Written", "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv",
+    "compactor", "compensation", "compress", "counter", "critical", "cur", "d2o", "decayed_mass", "duo_attention",
+    "ems", "everything", "evict", "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv", "h2o",
+    "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvgrad", "kvmerger", "kvzip", "ladder",
+    "lagkv", "largest_attention", "last", "lazy", "learned", "leverage", "local_only", "longgen", "low_norm", "lru",
+    "mass", "matched", "matched_attention", "mean_attention", "mean_mass", "morphkv", "names",
+    "observation_window_score", "padded", "phases", "protect_any", "protect_first", "protect_newest",
+    "protect_prompt_end", "protect_varying", "pyramidkv", "qfilters", "random", "razor_attention", "recency", "ring",
+    "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers", "streaming_llm", "strided",
+    "times_above", "tova", "triattention", "value_aware", "value_norm", "vase", "vase_dkv", "window",
+    "with_heavy_hitters",
 ]  # fmt: skip

@@ -119,7 +119,7 @@ class Shared(Budget):
     def __post_init__(self) -> None:
         if not isinstance(self.average, Budget):
             object.__setattr__(self, "average", as_budget(self.average))
-        if self.average is None or isinstance(self.average, Shared):
+        if self.average is None or isinstance(self.average, Shared) or self.average.evicts_early:
             raise PolicyError(f"average={self.average!r} cannot be shared by heads; give slots or a fraction.")
         safeguard = number_argument("safeguard", self.safeguard, minimum=0.0, maximum=1.0)
         object.__setattr__(self, "safeguard", safeguard)

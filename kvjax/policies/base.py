@@ -18,9 +18,11 @@ from kvjax.errors import KvjaxError, PolicyError
 from kvjax.numerics.statistics import NAMED, Statistic, resolve
 from kvjax.policies.budget import Budget, BudgetLike, as_budget
 from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, everything, keep
+from kvjax.policies.parameters import Parameters, distinct
 from kvjax.policies.prompt_replay import REPLAYED, Replay
 from kvjax.policies.round_memory import RoundMemory
 from kvjax.policies.row_memory import RowMemory
+from kvjax.policies.written import Written
 
 Array = jax.Array
 When = Literal["step", "prompt_end"]
@@ -148,8 +150,9 @@ class Evict(Policy):
     def remembers(self) -> tuple[str, ...]:
         """The names of statistics that attention does not report, [B, K, S] float32."""
         replayed = () if self.replay is None else (REPLAYED,)
-        own = tuple(each.name for each in self.rounds if each.per_slot)
-        return (*replayed, *(self.merge.remembers if self.merge else ()), *own)
+        rounds = tuple(each.name for each in self.rounds if each.per_slot)
+        written = tuple(each.name for each in self.writes)
+        return (*replayed, *(self.merge.remembers if self.merge else ()), *rounds, *written)
 
     @property
     def replay(self) -> Replay | None:
@@ -170,6 +173,17 @@ class Evict(Policy):
     def rounds(self) -> tuple[RoundMemory, ...]:
         """The memories that are written when a head evicts."""
         return tuple(each for each in self.memory if isinstance(each, RoundMemory))
+
+    @property
+    def writes(self) -> tuple[Written, ...]:
+        """The scores that a token gets once, which ranking reads."""
+        return tuple(dict.fromkeys((*self.importance.writes, *self.scope.writes)))
+
+    @property
+    def params(self) -> tuple[Parameters, ...]:
+        """The parameters that ranking and written scores read."""
+        own = (*self.importance.params, *self.scope.params)
+        return distinct((*own, *(each for score in self.writes for each in score.reads)))
 
     @property
     def reads(self) -> frozenset[str]:

@@ -44,6 +44,7 @@ class Budget(Restorable):
       shared: whether the heads of a layer share their slots.
       of_text: whether `slots` takes the number of tokens of each row's whole text instead of its prompt.
       beyond_prompt: whether only tokens after the prompt count, and the prompt's slots are all kept.
+      evicts_early: whether slots of priority -inf are evicted even where there is room for them.
     """
 
     @property
@@ -68,6 +69,10 @@ class Budget(Restorable):
 
     @property
     def beyond_prompt(self) -> bool:
+        return False
+
+    @property
+    def evicts_early(self) -> bool:
         return False
 
     @property

@@ -1,6 +1,7 @@
 """CAOTE: slots by how much their eviction would change the output of attention (arXiv:2504.14051)."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,6 @@ from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, Policy, factory
 from kvjax.policies.combinators import ranks_each_head
 from kvjax.policies.components import Importance, Stats, View
-from kvjax.policies.prompt_replay import Replay
-from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 CERTAIN = 1e-6  # a share within this of 1 is all of the attention
@@ -51,17 +50,13 @@ class OutputChange(Importance):
         return frozenset(self.importance.reads) | {"value"}
 
     @property
-    def memory(self) -> tuple[RowMemory, ...]:
-        return self.importance.memory
-
-    @property
-    def replay(self) -> Replay | None:
-        return self.importance.replay
+    def made_of(self) -> tuple[Any, ...]:
+        return (self.importance,)
 
     def score(self, stats: Stats, view: View) -> Array:
         live = view.live
         # [B, K, S]
-        base = jnp.where(live, self.importance.score(stats, view), 0.0)
+        base = jnp.where(live, self.importance.amounts(stats, view), 0.0)
         total = jnp.sum(base, axis=2, keepdims=True)
         share = jnp.where(total > 0, base / jnp.where(total > 0, total, 1.0), 0.0)
         value = jnp.where(live[..., None], view.value.astype(jnp.float32), 0.0)

@@ -1,6 +1,7 @@
 """ChunkKV: prompts are shortened by whole chunks of consecutive tokens, the same in all heads (arXiv:2502.00299)."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,16 @@ from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Evict, Policy, factory
 from kvjax.policies.combinators import ranks_each_head
 from kvjax.policies.components import Importance, Scope, Stats, View
-from kvjax.policies.prompt_replay import Replay
-from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 
 # ([C * chunk] zeros, [S] places, [S] x) -> x at its places; a place beyond the end is left out
 _place = jax.vmap(jax.vmap(lambda into, place, x: into.at[place].set(x, mode="drop", unique_indices=True)))
+
+
+def looks_at_slots(scope: Scope) -> bool:
+    """Returns whether a scope looks at more than positions, and so can protect other slots in each head."""
+    return bool(scope.needs or scope.reads or scope.memory or scope.writes or scope.params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,7 @@ class ChunkMean(Importance):
                 f"ChunkMean: importance={self.importance!r} has no mean over slots and heads; give an importance of "
                 "single heads with amounts, such as kvjax.policies.mass."
             )
-        if not isinstance(self.scope, Scope) or self.scope.needs or self.scope.reads or self.scope.memory:
+        if not isinstance(self.scope, Scope) or looks_at_slots(self.scope):
             raise PolicyError(
                 f"ChunkMean: scope={self.scope!r} can protect other slots in each head, and all heads hold the same "
                 "chunks; give a scope of positions, such as kvjax.policies.protect_newest(32)."
@@ -68,17 +72,13 @@ class ChunkMean(Importance):
         return frozenset(self.importance.reads)
 
     @property
-    def memory(self) -> tuple[RowMemory, ...]:
-        return self.importance.memory
-
-    @property
-    def replay(self) -> Replay | None:
-        return self.importance.replay
+    def made_of(self) -> tuple[Any, ...]:
+        return (self.importance,)
 
     def score(self, stats: Stats, view: View) -> Array:
         batch, _, size = view.position.shape
         chunks = -(-size // self.chunk)
-        base = self.importance.score(stats, view)
+        base = self.importance.amounts(stats, view)
         # [B, 1, S], of all heads: they hold the same positions in the same slots
         base = slot_reductions.mean_over_heads(jnp.where(jnp.isnan(base), -jnp.inf, base))
         position = view.position[:, :1]
@@ -129,7 +129,7 @@ def chunkkv(base: Policy, *, chunk: int = 10) -> Evict:
             f"chunkkv({inner.name}): its importance only orders the slots, so that there is no mean of a chunk; give a "
             "compressor whose importance is an amount, such as snapkv or knorm."
         )
-    if inner.scope.needs or inner.scope.reads or inner.scope.memory:
+    if looks_at_slots(inner.scope):
         raise PolicyError(
             f"chunkkv({inner.name}): it can protect other slots in each head, and all heads hold the same chunks; give "
             "a compressor that protects positions, such as snapkv."

@@ -18,8 +18,6 @@ from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.layers import SplitLayers
 from kvjax.policies.phases import Phases
-from kvjax.policies.prompt_replay import Replay
-from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 
@@ -53,8 +51,8 @@ class Best(Scope):
         return self.policy.reads
 
     @property
-    def memory(self) -> tuple[RowMemory, ...]:
-        return self.policy.memory
+    def made_of(self) -> tuple[Any, ...]:
+        return (self.policy,)
 
     def kept(self, budget: Array | int) -> Any:
         """Returns b - ⌊fraction·b⌋ for a number or integers [...], in the same shape."""
@@ -117,17 +115,13 @@ class TimesValueNorm(Importance):
         return self.importance.reads | {"value"}
 
     @property
-    def memory(self) -> tuple[RowMemory, ...]:
-        return self.importance.memory
-
-    @property
-    def replay(self) -> Replay | None:
-        return self.importance.replay
+    def made_of(self) -> tuple[Any, ...]:
+        return (self.importance,)
 
     def score(self, stats: Stats, view: View) -> Array:
         # [B, K, S]
         norm = jnp.sqrt(jnp.sum(jnp.square(view.value.astype(jnp.float32)), axis=-1))
-        return self.importance.score(stats, view) * norm
+        return self.importance.amounts(stats, view) * norm
 
 
 @factory

@@ -12,8 +12,10 @@ from kvjax.arguments import Restorable, check_hashable
 from kvjax.errors import PolicyError
 from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import Statistic
+from kvjax.policies.parameters import Parameters, Parts
 from kvjax.policies.prompt_replay import Replay
 from kvjax.policies.row_memory import RowMemory
+from kvjax.policies.written import Written
 
 Array = jax.Array
 Stats = Mapping[str, Array]  # statistic name -> [B, K, S, ...]
@@ -55,6 +57,7 @@ class View(NamedTuple):
       window: the layer's sliding window; None = queries see all slots.
       most_left: the most slots of a head that a compressor leaves of a prompt; None = not known.
       num_layers: the number of layers of the model.
+      params: name of a policy's `Parameters` -> part -> [K or 1, ...] of these KV heads.
     """
 
     position: Array
@@ -73,6 +76,7 @@ class View(NamedTuple):
     window: int | None = None
     most_left: int | None = None
     num_layers: int = 1
+    params: Mapping[str, Parts] = MappingProxyType({})
 
     @property
     def live(self) -> Array:
@@ -111,6 +115,28 @@ class View(NamedTuple):
         return (self.newest == self.prompt - 1) & (self.newest >= 0)
 
 
+class _OfParts:
+    """An attribute that a component has from those in its `made_of`, unless it has its own.
+
+    It is no property, so that a frozen dataclass may have a field of its name.
+
+    Args:
+      first: whether it is what the first of them has that has any, and not a tuple of all that they have.
+    """
+
+    def __init__(self, *, first: bool = False) -> None:
+        self._first = first
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, component: Any, owner: type | None = None) -> Any:
+        found = [] if component is None else [getattr(part, self._name, None) for part in component.made_of]
+        if self._first:
+            return next(filter(None, found), None)
+        return tuple(dict.fromkeys(each for own in found for each in own or ()))
+
+
 class Importance:
     """The importance of each slot.
 
@@ -120,15 +146,20 @@ class Importance:
     Attributes:
       needs: the statistics that `score` reads, by name or as `Statistic`.
       score: (stats, view) -> [B, K, S] float32; slots of larger scores stay.
-      amount: whether scores are amounts that can be multiplied; False = they only order the slots.
+      amount: whether the scores, or `amounts`, can be multiplied; False = they only order the slots.
       signed: whether scores can be negative.
       shared_by_heads: whether the score compares slots across heads, which must then all hold the same positions.
+      of_budget: whether the score chooses slots for a part of the budget.
       by_age: whether the score is the position, so that the oldest is evicted first.
       by_position: whether the score depends on positions alone, so that all heads hold the same.
       reads: which of "key" and "value" `score` reads from the view.
       memory: what `score` reads of a row's queries, as `kvjax.policies.row_memory.RowMemory`, and of earlier rounds of
         evictions, as `kvjax.policies.round_memory.RoundMemory`.
       replay: how the prompt is replayed before `score` reads ``stats["replayed"]``; None = it is not.
+      params: the parameters that `score` reads, as `kvjax.policies.parameters.Parameters`.
+      writes: the scores that `score` reads of each token, as `kvjax.policies.written.Written`.
+      made_of: the importances, scopes and policies that it is made of, whose memory, parameters, scores and replay it
+        reads.
     """
 
     score: Callable[[Stats, View], Array]
@@ -144,6 +175,8 @@ class Importance:
         @property
         def shared_by_heads(self) -> bool: ...
         @property
+        def of_budget(self) -> bool: ...
+        @property
         def by_age(self) -> bool: ...
         @property
         def by_position(self) -> bool: ...
@@ -153,12 +186,26 @@ class Importance:
         def memory(self) -> tuple[RowMemory, ...]: ...
         @property
         def replay(self) -> Replay | None: ...
+        @property
+        def params(self) -> tuple[Parameters, ...]: ...
+        @property
+        def writes(self) -> tuple[Written, ...]: ...
+        @property
+        def made_of(self) -> tuple[Any, ...]: ...
     else:
-        amount, signed, shared_by_heads, by_age, by_position = True, False, False, False, False
-        reads, memory, replay = frozenset(), (), None
+        amount, signed, shared_by_heads, of_budget, by_age, by_position = True, False, False, False, False, False
+        reads, made_of = frozenset(), ()
+        memory, params, writes, replay = _OfParts(), _OfParts(), _OfParts(), _OfParts(first=True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Importance":
         return super().__new__(ImportanceFunction if cls is Importance else cls)
+
+    def amounts(self, stats: Stats, view: View) -> Array:
+        """Returns the scores as amounts that others multiply, [B, K, S] float32.
+
+        Override it where `score` orders faint amounts that float32 would round to 0.
+        """
+        return self.score(stats, view)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +236,9 @@ class Scope(Restorable):
       count: budget in slots -> the number of protected slots.
       reads: which of "key" and "value" `protected` reads from the view.
       memory: see `Importance`.
+      params: see `Importance`.
+      writes: see `Importance`.
+      made_of: see `Importance`.
     """
 
     protected: Callable[[Stats, View], Array]
@@ -202,8 +252,15 @@ class Scope(Restorable):
         def reads(self) -> frozenset[str]: ...
         @property
         def memory(self) -> tuple[RowMemory, ...]: ...
+        @property
+        def params(self) -> tuple[Parameters, ...]: ...
+        @property
+        def writes(self) -> tuple[Written, ...]: ...
+        @property
+        def made_of(self) -> tuple[Any, ...]: ...
     else:
-        reads, memory = frozenset(), ()
+        reads, made_of = frozenset(), ()
+        memory, params, writes = _OfParts(), _OfParts(), _OfParts()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Scope":
         return super().__new__(ScopeFunction if cls is Scope else cls)

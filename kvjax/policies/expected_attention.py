@@ -43,7 +43,6 @@ class ExpectedAttention(Importance):
     value_norm: bool = True
     epsilon: float = 0.0
     needs = frozenset()
-    signed = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "future", count_argument("future", self.future, minimum=1))
@@ -66,6 +65,18 @@ class ExpectedAttention(Importance):
         return (self._moments,)
 
     def score(self, stats: Stats, view: View) -> Array:
+        share, factor = self._expected(view)
+        if self.epsilon:
+            return (jnp.exp(share) + self.epsilon) * factor
+        log = share + jnp.log(factor)
+        return jnp.where(log > FAINT, jnp.exp(log), jnp.maximum(log - FAINT, -jnp.finfo(jnp.float32).max))
+
+    def amounts(self, stats: Stats, view: View) -> Array:
+        share, factor = self._expected(view)
+        return (jnp.exp(share) + self.epsilon) * factor
+
+    def _expected(self, view: View) -> tuple[Array, Array]:
+        """Returns the logarithm of the expected attention, and what it is multiplied by, both [B, K, S] float32."""
         memory = view.memory[self._moments.name]
         key = view.rotated().astype(jnp.float32)
         exact = jax.lax.Precision.HIGHEST
@@ -90,10 +101,7 @@ class ExpectedAttention(Importance):
         factor = jnp.ones_like(log)
         if self.value_norm:
             factor = jnp.sqrt(jnp.sum(jnp.square(view.value.astype(jnp.float32)), axis=3))
-        if self.epsilon:
-            return (jnp.exp(log) + self.epsilon) * factor
-        log += jnp.log(factor)
-        return jnp.where(log > FAINT, jnp.exp(log), jnp.maximum(log - FAINT, -jnp.finfo(jnp.float32).max))
+        return log, factor
 
 
 def mean_rotation(x: Array, start: Array, number: int, frame: KeyFrame | None) -> Array:

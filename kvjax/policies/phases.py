@@ -13,10 +13,9 @@ from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, Policy, factory
 from kvjax.policies.budget import Budget, Fraction, TextFraction
-from kvjax.policies.components import Scope, Stats, View
+from kvjax.policies.components import Importance, Scope, Stats, View
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
-from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 
@@ -104,8 +103,8 @@ class KeptPrompt(Scope):
         return self.after.reads
 
     @property
-    def memory(self) -> tuple[RowMemory, ...]:
-        return self.after.memory
+    def made_of(self) -> tuple[Any, ...]:
+        return (self.after,)
 
     def protected(self, stats: Stats, view: View) -> Array:
         prompt = of_prompt(view)
@@ -122,6 +121,42 @@ class KeptPrompt(Scope):
 
     def mapped(self, change: Callable[[Scope], Scope]) -> Scope:
         return dataclasses.replace(self, after=self.after.mapped(change))
+
+
+@dataclasses.dataclass(frozen=True)
+class AfterPrompt(Importance):
+    """An importance of the slots after the prompt, which does not see those of the prompt; see `phases`.
+
+    Attributes:
+      inner: ranks the slots.
+    """
+
+    inner: Importance
+    of_budget = True
+
+    @property
+    def needs(self) -> frozenset[str | Statistic]:
+        return frozenset(self.inner.needs)
+
+    @property
+    def amount(self) -> bool:
+        return self.inner.amount
+
+    @property
+    def signed(self) -> bool:
+        return self.inner.signed
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(self.inner.reads)
+
+    @property
+    def made_of(self) -> tuple[Any, ...]:
+        return (self.inner,)
+
+    def score(self, stats: Stats, view: View) -> Array:
+        position = jnp.where(of_prompt(view), -1, view.position)
+        return self.inner.score(stats, view._replace(position=position))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,5 +282,8 @@ def phases(prompt: Policy, decode: Policy) -> Phases:
         )
     if isinstance(decode.budget, BeyondPrompt):
         raise PolicyError(f"phases(decode={decode.name}): it is combined already; give the policy itself.")
-    kept = dataclasses.replace(decode, budget=BeyondPrompt(decode.budget), scope=KeptPrompt(decode.scope))
+    importance = AfterPrompt(decode.importance) if decode.importance.of_budget else decode.importance
+    kept = dataclasses.replace(
+        decode, importance=importance, budget=BeyondPrompt(decode.budget), scope=KeptPrompt(decode.scope)
+    )
     return Phases(prompt, kept, f"{prompt.name}|{decode.name}")

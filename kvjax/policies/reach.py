@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,6 @@ from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict
 from kvjax.policies.components import Importance, Scope, Stats, View
-from kvjax.policies.prompt_replay import Replay
-from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 
@@ -41,6 +40,10 @@ class Seen(Importance):
         return self.inner.shared_by_heads
 
     @property
+    def of_budget(self) -> bool:
+        return self.inner.of_budget
+
+    @property
     def by_age(self) -> bool:
         return self.inner.by_age
 
@@ -53,12 +56,8 @@ class Seen(Importance):
         return self.inner.reads
 
     @property
-    def memory(self) -> tuple[RowMemory, ...]:
-        return self.inner.memory
-
-    @property
-    def replay(self) -> Replay | None:
-        return self.inner.replay
+    def made_of(self) -> tuple[Any, ...]:
+        return (self.inner,)
 
     @property
     def signed(self) -> bool:
@@ -89,8 +88,8 @@ class SeenScope(Scope):
         return self.inner.reads
 
     @property
-    def memory(self) -> tuple[RowMemory, ...]:
-        return self.inner.memory
+    def made_of(self) -> tuple[Any, ...]:
+        return (self.inner,)
 
     def protected(self, stats: Stats, view: View) -> Array:
         return self.inner.protected(stats, view) & view.recent(self.window)

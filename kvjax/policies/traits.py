@@ -8,6 +8,7 @@ from kvjax.policies.h2o import Ring
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.layers import SplitLayers
+from kvjax.policies.parameters import Parameters, distinct
 from kvjax.policies.phases import Phases
 
 
@@ -30,6 +31,26 @@ def phases(policy: Policy) -> tuple[Evict, ...]:
         case WithSelection():
             return (policy.keep,)
     raise SelectionError(f"{policy!r} cannot be combined with a selection; give a policy of kvjax.policies.")
+
+
+def evictions(policy: Policy) -> tuple[Evict, ...]:
+    """Returns the eviction policies of all heads and phases."""
+    match policy:
+        case Split():
+            return tuple(each for part in (policy.chosen, policy.others) for each in evictions(part))
+        case SplitLayers():
+            return tuple(each for part in policy.policies for each in evictions(part))
+        case _:
+            return phases(policy)
+
+
+def parameters_of(policy: Policy) -> tuple[Parameters, ...]:
+    """Returns the parameters that a policy reads.
+
+    Raises:
+      PolicyError: two that differ have one name.
+    """
+    return distinct(each for part in evictions(policy) for each in part.params)
 
 
 def merging(policy: Policy) -> str | None:

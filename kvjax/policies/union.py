@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -11,7 +12,6 @@ from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.components import Everything, Scope, Stats, View, check_declared, everything
 from kvjax.policies.h2o import Ring
-from kvjax.policies.row_memory import RowMemory
 
 Array = jax.Array
 
@@ -49,8 +49,8 @@ class Union(Scope):
         return frozenset().union(*(each.reads for each in self.scopes))
 
     @property
-    def memory(self) -> tuple[RowMemory, ...]:
-        return tuple(each for scope in self.scopes for each in scope.memory)
+    def made_of(self) -> tuple[Any, ...]:
+        return self.scopes
 
     def protected(self, stats: Stats, view: View) -> Array:
         return functools.reduce(operator.or_, (each.protected(stats, view) for each in self.scopes))

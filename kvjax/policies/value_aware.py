@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ from kvjax.numerics.top_k import largest
 from kvjax.policies.base import Evict, Policy, factory
 from kvjax.policies.combinators import ranks_each_head
 from kvjax.policies.components import Scope, Stats, View
-from kvjax.policies.row_memory import RowMemory
 from kvjax.policies.slot_order import slot_ranks
 from kvjax.policies.union import protect_any
 
@@ -63,8 +63,8 @@ class LargestValues(Scope):
         return frozenset({"value"}) | (frozenset() if self.among is None else frozenset(self.among.reads))
 
     @property
-    def memory(self) -> tuple[RowMemory, ...]:
-        return () if self.among is None else self.among.memory
+    def made_of(self) -> tuple[Any, ...]:
+        return () if self.among is None else (self.among,)
 
     def protected(self, stats: Stats, view: View) -> Array:
         position = view.position

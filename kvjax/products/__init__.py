@@ -33,7 +33,7 @@ from kvjax.products.choice import (
 from kvjax.products.forms import FORMS
 from kvjax.products.indexed import IndexedMatrix, indexed_product
 from kvjax.products.native import await_native
-from kvjax.products.quantized import QuantizedMatrix, quantized_product
+from kvjax.products.quantized import QuantizedMatrix, dequantize, quantized_product
 from kvjax.products.used_slots import reads_used_slots, slots_product
 
 Array = jax.Array
@@ -45,6 +45,7 @@ __all__ = [
     "Entry",
     "IndexedMatrix",
     "QuantizedMatrix",
+    "as_matrix",
     "await_native",
     "begin",
     "chosen",
@@ -117,3 +118,12 @@ def product(
 
     # [..., out]
     return jax.lax.platform_dependent(x, kernel, cpu=run(form), default=run("dot"))
+
+
+def as_matrix(kernel: Array | QuantizedMatrix | IndexedMatrix) -> Array:
+    """Returns the numbers of a kernel, [in, out], which `product` multiplies by without making this array."""
+    if isinstance(kernel, QuantizedMatrix):
+        return dequantize(kernel)
+    if isinstance(kernel, IndexedMatrix):
+        return jax.lax.switch(kernel.index, [lambda matrix=matrix: matrix for matrix in kernel.matrices])
+    return kernel

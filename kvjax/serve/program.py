@@ -32,7 +32,7 @@ def runner_for(flags: argparse.Namespace) -> Runner:
     spec = options.spec(flags.policy, flags.budget, flags.storage, flags.selection)
     model = load(flags.model, dtype=flags.dtype, mesh=mesh, rules=Rules.parse(flags.rules), weights=flags.weights)
     if flags.calibration is not None:
-        model = calibrated(model, spec.storage, load_calibration(flags.calibration))
+        model = calibrated(model, spec, load_calibration(flags.calibration))
     return Runner(
         model, spec, rows=flags.rows, limits=Limits(prompt=flags.prompt, new_tokens=flags.new_tokens),
         prefill_block=flags.prefill_block, chunk=flags.chunk, turn_tokens=max(512, flags.prompt // 8),

@@ -67,7 +67,7 @@ class Prompts:
             raise InputError(f"limits must be kvjax.Limits(prompt=1024, new_tokens=256) or the like; got {limits!r}.")
         check_count("rows", rows)
         distributed.check_alone(model.params, "serving with a Runner")
-        self.model, self.spec, self.limits = calibrated(model, spec.storage, None), spec, limits
+        self.model, self.spec, self.limits = calibrated(model, spec, None), spec, limits
         check_positions(model.config, spec.policy.positions)
         self._rows, self._implementation = rows, implementation
         self._layouts: dict[int | None, CacheLayout] = {}

@@ -28,6 +28,7 @@ Array = jax.Array
 Expected = dict[str, dict[str, tuple[tuple[int, ...], str]]]  # name -> part -> shape and dtype
 
 FORMAT = "kvjax calibration 2"
+SIDES = ("key", "value")  # what a storage calibrates
 
 
 class Calibration(flax.struct.PyTreeNode):
@@ -36,11 +37,13 @@ class Calibration(flax.struct.PyTreeNode):
     It is a pytree whose leaves are its arrays, so that gradients reach them and `optax` updates them.
 
     Attributes:
-      layers: per layer, {"key": {part: [K, *shape]}, "value": {...}}; [1, *shape] of a part that heads share.
+      layers: per layer, {"key": {part: [K, *shape]}, "value": {...}} of a storage, and the parameters of policies by
+        their names; [1, *shape] of a part that heads share.
       method: what the arrays are, for messages.
       rope: the rotary embedding of the model that they were made for; None without one.
       model: the fingerprint of that model (`kvjax.models.calibrate.fingerprint`); None = not known.
       kind: what it is of, apart from shapes; see `kind_of`. None = not known.
+      policies: for the parameters of each policy, their name and a description; see `kvjax.policies.Parameters`.
     """
 
     layers: tuple[Sides, ...]
@@ -48,6 +51,7 @@ class Calibration(flax.struct.PyTreeNode):
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
     model: str | None = flax.struct.field(pytree_node=False, default=None)
     kind: str | None = flax.struct.field(pytree_node=False, default=None)
+    policies: tuple[tuple[str, str], ...] = flax.struct.field(pytree_node=False, default=())
 
     def __repr__(self) -> str:
         return one_line(self)
@@ -111,7 +115,9 @@ class Calibration(flax.struct.PyTreeNode):
     def _about(self) -> dict[str, str]:
         """Returns the description of the arrays for a file, without the hash."""
         about = {"format": FORMAT, "method": self.method, "rope": repr(self.rope)}
-        about["shapes"] = json.dumps({name: list(x.shape) for name, x in _named(self.layers).items()})
+        shapes = {name: list(x.shape) for name, x in _named(self.layers).items()}
+        about["shapes"] = json.dumps(shapes, sort_keys=True)
+        about |= {"policies": json.dumps(self.policies)} if self.policies else {}
         return about | {name: x for name in ("model", "kind") if (x := getattr(self, name)) is not None}
 
     @property
@@ -152,18 +158,14 @@ class Calibration(flax.struct.PyTreeNode):
         names = ", ".join(dict.fromkeys(storage.name for storage in storages))
         if not any(expected):
             raise StorageError(f"storage {names} needs no calibration; leave out calibration={self.method}.")
-        if self.rope != rope:
-            raise StorageError(
-                f"the calibration ({self.method}) was made for {_rope_name(self.rope)}, and the model has "
-                f"{_rope_name(rope)}; make one for this model with kvjax.calibrate."
-            )
+        self.check_rope(rope)
         kinds = dict.fromkeys(kind_of(storage.bound(kv_heads)) for storage in storages if required(storage))
         if self.kind is not None and (other := next((kind for kind in kinds if kind != self.kind), None)):
             raise StorageError(
                 f"the calibration ({self.method}) is of {self.kind}, and storage {names} needs one of {other}. Make it "
                 "with kvjax.calibrate for this model and storage."
             )
-        made = [_shapes(layer) for layer in self.layers]
+        made = [shapes_of({name: parts for name, parts in layer.items() if name in SIDES}) for layer in self.layers]
         both: list[tuple[Expected, Expected]] = list(itertools.zip_longest(made, expected, fillvalue={}))
         wrong = [index for index, (own, needed) in enumerate(both) if needed and own != needed]
         if wrong or len(made) != len(storages):
@@ -174,9 +176,21 @@ class Calibration(flax.struct.PyTreeNode):
                 mine, needed = both[wrong[0]]
                 mine, needed = _without(mine, needed), _without(needed, mine)
             raise StorageError(
-                f"the calibration ({self.method}) has {len(made)} layers of {_text(mine)}; storage {names} and this "
-                f"model need {len(storages)} layers of {_text(needed)}. Make it with kvjax.calibrate for this model "
-                "and storage."
+                f"the calibration ({self.method}) has {len(made)} layers of {shapes_text(mine)}; storage {names} and "
+                f"this model need {len(storages)} layers of {shapes_text(needed)}. Make it with kvjax.calibrate for "
+                "this model and storage."
+            )
+
+    def check_rope(self, rope: Rope | None) -> None:
+        """Checks that it was made for a model's rotary embedding.
+
+        Raises:
+          StorageError: it was made for another one.
+        """
+        if self.rope != rope:
+            raise StorageError(
+                f"the calibration ({self.method}) was made for {_rope_name(self.rope)}, and the model has "
+                f"{_rope_name(rope)}; make one for this model with kvjax.calibrate."
             )
 
 
@@ -260,8 +274,9 @@ def load_calibration(path: str | Path) -> Calibration:
         if missing := [name for name in ("method", "rope", "hash", "shapes") if name not in about]:
             raise ValueError(f"its header has no {missing[0]!r}")
         made = Calibration(
-            _layers(tensors), about["method"], _rope(about["rope"]), about.get("model"), about.get("kind")
-        )
+            _layers(tensors), about["method"], _rope(about["rope"]), about.get("model"), about.get("kind"),
+            tuple((str(name), str(kind)) for name, kind in json.loads(about.get("policies", "[]"))),
+        )  # fmt: skip
         shapes = {name: list(x.shape) for name, x in tensors.items()}
         if shapes != json.loads(about["shapes"]):
             raise StorageError(f"calibration {path}: its arrays have shapes {shapes}, its header {about['shapes']}.")
@@ -334,15 +349,16 @@ def _rope_name(rope: Rope | None) -> str:
     return "a model without a rotary embedding" if rope is None else repr(rope)
 
 
-def _shapes(layer: Sides) -> Expected:
+def shapes_of(layer: Sides) -> Expected:
+    """Returns the shapes and dtypes of one layer of a calibration."""
     return {
         name: {part: (tuple(x.shape), jnp.dtype(x.dtype).name) for part, x in parts.items()}
         for name, parts in layer.items()
     }
 
 
-def _text(parts: Expected) -> str:
-    """Shapes as text: ``key.basis [2, 8, 4] float32``."""
+def shapes_text(parts: Expected) -> str:
+    """Returns shapes as text: ``key.basis [2, 8, 4] float32``."""
     found = [
         f"{name}.{part} {list(shape)} {dtype}"
         for name, own in parts.items()

@@ -79,6 +79,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "ladder": {"span": 1, "layers": 2, "every": 2, "positions": "original"},
     "rkv": {"every": 1}, "morphkv": {"window": 4}, "gkv": {"every": 1}, "vase": {"every": 1}, "vase_dkv": {"every": 2},
     "lazy": {"every": 1, "alpha": 0.1}, "compactor": {"sinks": 2, "recent": 2},
+    "triattention": {"every": 1},
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ TRACED = {
     "gkv": False, "ladder": False, "vase": False, "vase_dkv": False,
     "matched": False, "compactor": False, "ems": False,
     "kvzip": False, "kvgrad": False,
+    "triattention": False, "qfilters": False, "learned": False,
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ OWN_ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 COMPRESSORS = (
     "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "matched", "compactor",
-    "kvzip", "kvgrad",
+    "kvzip", "kvgrad", "qfilters",
 )  # fmt: skip
 EVICTION = [name for name in POLICIES if name not in COMPRESSORS and name != "full"]
 ORDERS = ("strided", "fixed", "lru", "lagkv", "vase", "ladder")  # their importances only order the slots

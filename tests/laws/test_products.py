@@ -116,7 +116,7 @@ def trace(spec: CacheSpec, block: int | None) -> None:
 APPENDING = {
     "full", "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "adakv",
     "matched", "compactor", "value_aware", "chunkkv", "knorm@cache", "h2o[masked]", "h2o[global]", "h2o[local]",
-    "kvzip", "kvgrad",
+    "kvzip", "kvgrad", "qfilters",
 }  # fmt: skip
 HIDING = {"h2o[masked]", "h2o[global]", "h2o[local]"}
 

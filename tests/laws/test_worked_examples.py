@@ -2,15 +2,18 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import policies
+from kvjax.policies.traits import parameters_of
 from tests import conftest
 
-#: The runs of methods_cases.npz whose policies kvjax has.
-METHODS = (0, 1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 14, 17, 18, 19)
+#: The runs of methods_cases.npz.
+METHODS = tuple(range(20))
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +33,27 @@ def optimised():
         yield
 
 
-def run(model, tokens, policy, about):
+def calibration_of(methods, policy):
+    """The arrays of a case's policy, as they are given; None for a policy without parameters."""
+    names = {each.name for each in parameters_of(policy)}
+    mean, size, direction = (methods[f"stories260K-hf_{name}"] for name in ("tri_mean", "tri_abs", "qfilters"))
+    layers, heads, _ = mean.shape
+    grouped = (layers, direction.shape[1], heads // direction.shape[1], -1)
+    arrays = {
+        "triattention": {
+            "mean": np.concatenate([mean.real, mean.imag], axis=2).reshape(grouped),
+            "size": size.reshape(grouped),
+        },
+        "qfilters": {"direction": direction},
+    }
+    given = {name: parts for name, parts in arrays.items() if name in names}
+    return {name: {part: np.asarray(x, np.float32) for part, x in parts.items()} for name, parts in given.items()}
+
+
+def run(model, tokens, policy, about, calibration=None):
     """The log-likelihood of tokens [B, T] as a case has it."""
     options = {"prompt_length": about["prompt_length"], "prefill_block": about["prefill_block"]}
-    return kvjax.log_likelihood(model, tokens, policy, **options)
+    return kvjax.log_likelihood(model, tokens, policy, **options, calibration=calibration)
 
 
 def assert_kept(got, kept):
@@ -71,6 +91,19 @@ def policy_of(about):
 def test_newer_methods(methods, stories, case):
     about = json.loads(bytes(methods["cases"]))[case]
     tokens = methods[f"{about['model']}_tokens"]
-    got = run(stories, tokens[None], policy_of(about["policy"]), about)
+    policy = policy_of(about["policy"])
+    given = calibration_of(methods, policy)
+    layers = [jax.tree.map(lambda x, i=index: jnp.asarray(x[i]), given) for index in range(stories.config.num_layers)]
+    calibration = kvjax.Calibration(tuple(layers), "given", stories.config.rope) if given else None
+    got = run(stories, tokens[None], policy, about, calibration)
     np.testing.assert_allclose(got.logprobs[0], methods[f"{case}_logprobs"], atol=3e-5, rtol=0)
     assert_kept(got, methods[f"{case}_kept"][:, None])
+
+
+@pytest.mark.parametrize("policy", [policies.triattention(40), policies.qfilters(40)], ids=lambda policy: policy.name)
+def test_calibrations_are_reproduced(methods, stories, policy):
+    made = kvjax.calibrate(stories, methods["stories260K-hf_calibration_tokens"][None], policy)
+    expected = calibration_of(methods, policy)[policy.name]
+    for part, x in expected.items():
+        got = np.stack([layer[policy.name][part] for layer in made.layers])
+        np.testing.assert_allclose(got, x, atol=1e-4, rtol=1e-4)

@@ -213,9 +213,10 @@ def test_every_eviction_policy_takes_one(name):
 def test_they_are_the_eviction_policies():
     takes = {name for name in policies.POLICIES if "merge" in policies.accepts(name)}
     policies_of_prompts = {"snapkv", "pyramidkv", "knorm", "keydiff", "lagkv", "leverage", "cur", "expected_attention"}
-    policies_of_prompts |= {"matched", "kvzip", "kvgrad", "compactor"}
-    of_queries = {"rkv", "morphkv", "gkv", "vase", "vase_dkv"}  # whose scores are of keys, which a merge would change
+    policies_of_prompts |= {"matched", "kvzip", "kvgrad", "compactor", "qfilters"}
     by_turns = {"ladder"}  # which counts slots, not what they hold
+    # whose scores are of keys, which a merge would change
+    of_queries = {"rkv", "morphkv", "gkv", "vase", "vase_dkv", "triattention", "learned"}
     pools = {"fifo", "lru", "counter"}  # for selections, which need keys that no merge has changed
     own = {"ems"}  # merges by itself
     assert set(policies.POLICIES) - takes - own == {*policies_of_prompts, *of_queries, *by_turns, "full"} | pools

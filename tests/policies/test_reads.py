@@ -7,6 +7,7 @@ import pytest
 from kvjax import policies
 from kvjax.policies import Evict
 from kvjax.policies.components import KeyFrame
+from tests.parameters import of_layer
 from tests.policies.test_values import VALUES
 
 B, K, S, D = 2, 2, 12, 4
@@ -39,11 +40,13 @@ def used(function, policy):
     position, rows = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S)), jnp.full(B, 8, jnp.int32)
 
     memory = {each.name: each.bound(S, 2).empty((B, K, 2), D) for each in policy.memory}
+    params = of_layer(policy.params, policies.ModelSizes(K, 2, D, 8, D), 0)
 
     def traced(key, value):
         newest = jnp.full(B, S - 1, jnp.int32)
         return function(
-            stats, policies.View(position, key, value, newest, rows, rows, 0, True, None, KeyFrame(), memory)
+            stats,
+            policies.View(position, key, value, newest, rows, rows, 0, True, None, KeyFrame(), memory, params=params),
         )
 
     jaxpr = jax.make_jaxpr(traced)(*(jnp.zeros((B, K, S, D)),) * 2).jaxpr

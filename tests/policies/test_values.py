@@ -42,6 +42,7 @@ VALUES: dict[str, object] = {
     ),
     "the largest values": policies.evict(importance=policies.mass, scope=policies.LargestValues(2), budget=8),
     "the prompt": policies.phases(policies.full(), policies.random(8)).decode,
+    "critical after the prompt": policies.phases(policies.full(), policies.critical(policies.h2o(8))).decode,
     "nested": policies.with_heavy_hitters(policies.value_norm(policies.h2o(0.5, recent=1)), fraction=0.5),
 }
 

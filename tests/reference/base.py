@@ -42,6 +42,8 @@ class View(NamedTuple):
     layer: int = 0
     head: int = 0  # of the model
     rounds: Any = None  # a dict of the head: what a policy remembers of its evictions, which `rank` may change
+    hidden: Array | None = None  # [S, E] what each token's projections were of
+    out: Array | None = None  # [G, D, E] the projection of the head's output
 
 
 class Observed(NamedTuple):
@@ -92,6 +94,7 @@ class Policy:
     `every`: a head evicts when it holds as many slots more than its budget, all of them at once.
     `beyond_prompt`: the budget is of the tokens after the prompt.
     `replay`: how the prompt is replayed when it ends, before slots are evicted; see `prompt_replay.py`.
+    `bounded`: slots of priority -inf go even where there is room for them.
     `importance`: of all slots, those that are protected too.
     `hides`: "masked", "global" or "local": nothing is evicted, `hidden_recent` newest and the heaviest are seen.
     """
@@ -115,6 +118,7 @@ class Policy:
     page: int = 1
     every: int = 1
     beyond_prompt: bool = False
+    bounded: bool = False
     importance: Callable[[View], Array] | None = None
     replay: Any = None
 

@@ -157,6 +157,8 @@ def _forward(
             prompt_length=prompt_length,
             theta=config.rope_theta,
             layer=index,
+            hidden=h,
+            out=attention["out"]["kernel"],
         )
         x = x + linear(output.reshape(count, -1), attention["out"])
         h = rms_norm(x, layer["mlp_norm"], config.norm_eps)

@@ -33,6 +33,7 @@ from tests.reference.eviction import (
     tova,
     window,
 )
+from tests.reference.learned import critical, learned, qfilters, triattention
 from tests.reference.matched import matched
 from tests.reference.prompt_replay import kvgrad, kvzip
 from tests.reference.queries import compactor, expected_attention, morphkv, rkv
@@ -124,6 +125,9 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "matched": matched,
     "kvzip": kvzip,
     "kvgrad": kvgrad,
+    "triattention": triattention,
+    "qfilters": qfilters,
+    "learned": learned,
 }
 COMBINATORS: dict[str, Callable[..., Policy]] = {
     "with_heavy_hitters": with_heavy_hitters,
@@ -133,6 +137,7 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
     "from_layer": from_layer,
     "by_page": by_page,
     "caote": caote,
+    "critical": critical,
     "value_aware": value_aware,
     "chunkkv": chunkkv,
     "phases": phases,

@@ -40,6 +40,8 @@ class Head:
     above_gap: float = math.inf
     queries: list[Query] = field(default_factory=list)
     rounds: dict[Any, Any] = field(default_factory=dict)
+    hidden: dict[int, Array] = field(default_factory=dict)  # position -> [E]
+    out: Array | None = None  # [G, D, E]
     stands_for: dict[int, list[tuple[Array, Array]]] = field(default_factory=dict)  # position -> keys and values
 
 
@@ -68,6 +70,8 @@ def step(
     prompt_length: int,
     theta: float,
     layer: int = 0,
+    hidden: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Steps n tokens through one layer's cache, in place.
 
@@ -77,6 +81,8 @@ def step(
         position: [n] true positions.
         budget: slots that may remain per head; None evicts nothing in this step.
         layer: its index.
+        hidden: [n, E], the input of the projections, for policies that look at it.
+        out: [H * D, E], the projection of the output, likewise.
 
     Returns:
         The attention output, [n, H, D].
@@ -87,6 +93,10 @@ def step(
     outputs = []
     for index, head in enumerate(heads):
         append(head, key[:, index], value[:, index], position)
+        if hidden is not None:
+            head.hidden |= dict(zip(position.tolist(), hidden, strict=True))
+        if out is not None:
+            head.out = out.reshape(len(heads), group, -1, out.shape[1])[index]
         own_queries = query[:, index * group : (index + 1) * group]  # [n, G, D]
         remember(head, own_queries, position, policy, theta)
         probabilities, sees = attend(head, own_queries, position, policy, theta)
@@ -240,6 +250,8 @@ def evict(
         for view in views:
             limit = budget + (view.position < prompt_length).sum() if policy.beyond_prompt else budget
             # A head that is not due is not ranked and keeps all that it holds; pages have a rule of their own.
+            if policy.bounded:
+                limit = min(limit, int((policy.rank(view).priority > -np.inf).sum()))
             due = policy.page > 1 or len(view.position) >= limit + policy.every
             everything = (np.ones(len(view.position), bool), math.inf)
             choices.append(kept(policy.rank(view), view.position, limit) if due else everything)
@@ -272,7 +284,8 @@ def _view(
         turned = rotate(head.key, head.position, theta)
     return View(
         head.position, head.key, head.value, head.stats, layer_stats, budget, prompt_length, unturned, turned,
-        tuple(head.queries), theta, rounds=head.rounds,
+        tuple(head.queries), theta, rounds=head.rounds, out=head.out,
+        hidden=np.array([head.hidden[p] for p in head.position.tolist()]) if head.hidden else None,
     )  # fmt: skip
 
 

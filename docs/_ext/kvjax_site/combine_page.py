@@ -21,7 +21,7 @@ CASES = {
     "from_layer": "from_layer(h2o)", "by_page": "by_page(h2o)", "split_heads": "split_heads(..., roco, tova)",
     "split_layers": "split_layers(roco, full(), ...)", "duo_attention": "duo_attention(...)",
     "razor_attention": "razor_attention(...)", "rotated": "rotated(int4)",
-    "caote": "caote(h2o(every=2))", "value_aware": "value_aware(snapkv)",
+    "caote": "caote(h2o(every=2))", "critical": "critical(h2o(every=2))", "value_aware": "value_aware(snapkv)",
     "chunkkv": "chunkkv(snapkv)", "phases": "phases(full(), h2o)",
 }  # fmt: skip
 AXIS_NAMES = ("policies", "storages", "selections")

@@ -38,6 +38,8 @@ NAMES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "lagkv": ((KVPRESS, "LagKVPress", ""),),
     "leverage": ((KVPRESS, "LeverageScorePress", "keys are not rounded to a grid"),),
+    "qfilters": ((KVPRESS, "QFilterPress", "filters have the opposite sign"),),
+    "critical": ((KVPRESS, "CriticalKVPress", ""),),
     "cur": ((KVPRESS, "CURPress", ""),),
     "compactor": ((KVPRESS, "CompactorPress", "logits are not scaled; mean and deviation over the batch"),),
     "kvzip": ((KVPRESS, "KVzipPress", "slots are shared by all heads of all layers"),),

@@ -28,6 +28,10 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
         return f"policy {policy.name} remembers queries"
     if policy.rounds:
         return f"policy {policy.name} remembers earlier evictions"
+    if group.writes:
+        return f"policy {policy.name} has scores that a token gets once"
+    if policy.params:
+        return f"policy {policy.name} has parameters"
     if policy.budget is not None and policy.budget.beyond_prompt:
         return f"policy {policy.name} counts the slots of the prompt"
     if policy.positions != "original" and not (group.known_ranks or group.evicts_one):

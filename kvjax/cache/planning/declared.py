@@ -7,6 +7,7 @@ are checked once, so that layers that are alike, and further batches, cost nothi
 import functools
 import operator
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,10 +15,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.errors import CodecError, KvjaxError, PolicyError, SelectionError, StorageError
+from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, View
 from kvjax.policies.components import READABLE, Folded, KeyFrame
+from kvjax.policies.parameters import ModelSizes, Parts
+from kvjax.policies.parameters import empty as empty_parameters
 from kvjax.policies.row_memory import RowMemory
+from kvjax.policies.written import Token, Written
 from kvjax.selection.base import Held, Selection, SelectView
 from kvjax.specs.user_files import described_error
 from kvjax.storage.base import Storage
@@ -30,6 +35,7 @@ Stats = dict[str, Array]
 
 ROWS, TOKENS = 2, 64  # of the arrays that are asked about
 QUERIES = 2  # query heads of a KV head, likewise
+HIDDEN = 16  # features of the residual stream, likewise
 FLOAT, BOOL = jnp.dtype("float32"), jnp.dtype("bool")
 
 
@@ -60,6 +66,7 @@ def _view(
     row: Array,
     decoding: bool,
     memory: tuple[RowMemory, ...] = (),
+    params: Mapping[str, Parts] = MappingProxyType({}),
 ) -> View:
     """Makes a view whose keys and values may be read only by a policy that declares so."""
 
@@ -74,7 +81,11 @@ def _view(
     batch, heads, _ = position.shape
     dim = 1 if key is None and value is None else (value if key is None else key).shape[-1]
     held = {each.name: each.empty((batch, heads, QUERIES), dim) for each in memory}
-    return Checked(position, key, value, row, row, row, row[0], decoding, None, KeyFrame(), held)
+    frame = KeyFrame()
+    if params:
+        rope = Rope(max(dim - dim % 2, 2))
+        frame = KeyFrame(True, rope, rope.frequencies(row))
+    return Checked(position, key, value, row, row, row, row[0], decoding, None, frame, held, params=params)
 
 
 def check_names(name: str, statistics: frozenset[Statistic], remembers: tuple[str, ...] = ()) -> None:
@@ -118,8 +129,13 @@ def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int
         part: str, reads: frozenset[str], stats: Stats, position: Array, key: Array, value: Array, row: Array
     ) -> tuple[dict[str, Any], View]:
         said = f"{about} {part}"
-        view = _view(said, frozenset(reads), position, key, value, row, decoding, policy.memory)
+        view = _view(said, frozenset(reads), position, key, value, row, decoding, policy.memory, params())
         return _Declared(said, stats), view._replace(num_layers=layers)
+
+    sizes = ModelSizes(heads, QUERIES, dim, HIDDEN, dim - dim % 2)
+
+    def params() -> dict[str, Parts]:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty_parameters(policy.params, sizes))
 
     def score(*given: PyTree) -> PyTree:
         found = policy.importance.score(*seen("importance", policy.importance.reads, *given))
@@ -160,6 +176,15 @@ def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int
             )
         return view.position
 
+    def written(score: Written, key: Array, query: Array, hidden: Array, kernel: Array, row: Array) -> PyTree:
+        at = jnp.broadcast_to(row[:, None], hidden.shape[:2])
+        found = score.write(Token(hidden, query, key, key, query, at, kernel if score.projects else None), params())
+        return _checked(f"{about} {score.name}.write", found, (ROWS, heads, TOKENS), FLOAT, PolicyError)
+
+    new = (ROWS, heads, TOKENS, dim), (ROWS, heads, QUERIES, TOKENS, dim), (ROWS, TOKENS, HIDDEN)
+    tokens = [jax.ShapeDtypeStruct(each, dtype) for each in (*new, (heads, QUERIES, dim, HIDDEN))]
+    for each in policy.writes:
+        _evaluated(f"{about} {each.name}.write", functools.partial(written, each), (*tokens, row), PolicyError)
     arguments = (arrays | own, position, vectors, vectors, row)
     if policy.rounds:
         _evaluated(f"{about} memory", remembered, arguments, PolicyError)

@@ -109,7 +109,8 @@ def branches_of(policy: Policy, selection: Selection, config: DecoderConfig) -> 
     """
     match policy:
         case Evict(when="step"):
-            return [Branch(None, policy, policy, policy.every == 1, selection)]
+            early = policy.budget is not None and policy.budget.evicts_early
+            return [Branch(None, policy, policy, policy.every == 1 and not early, selection)]
         case Evict():
             append = Evict(
                 importance=keep, budget=None, positions=policy.positions, merge=_after(policy), name="append"

@@ -149,6 +149,10 @@ class Chooser:
             extras.append("a memory of a row's queries")
         if group.policy.rounds:
             extras.append("a memory of earlier evictions")
+        if group.writes:
+            extras.append("scores that a token gets once")
+        if group.policy.params:
+            extras.append("parameters of a policy")
         if group.policy.merge is not None:
             extras.append("a merge")
         if group.storage.new_tokens_separate and not any(group.codecs):

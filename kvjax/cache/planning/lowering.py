@@ -308,13 +308,15 @@ def _groups(
     memory = tuple(each.bound(sizes.prompt, queries) for each in branch.decode.memory if not each.per_slot)
     early_memory = (each.bound(sizes.prompt, queries) for each in branch.prompt.memory if not each.per_slot)
     both = tuple(dict.fromkeys((*memory, *early_memory)))
+    writes = branch.decode.writes
+    both_write = tuple(dict.fromkeys((*writes, *branch.prompt.writes)))
     array_sizes = extent_of(spec, branch, sizes)
     stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, array_sizes)
     arrangement = arrangement_of(storage)
     spec = dataclasses.replace(spec, storage=arrangement.sized(storage, stores))
     after = Group(
         heads=heads, storage=spec.storage, policy=branch.decode.traced(), selection=selection, needs=needs,
-        memory=memory, queries=queries if memory else 1,
+        memory=memory, queries=queries if memory else 1, writes=writes,
         slots=stores, array_sizes=array_sizes, decoding=True, evicts_one=branch.evicts_one,
         shares=shares(branch, budgets[0], own_heads, sizes), num_layers=config.num_layers,
     )  # fmt: skip
@@ -326,6 +328,7 @@ def _groups(
     before = Group(
         heads=heads, storage=spec.storage, policy=branch.prompt.traced(), selection=early,
         needs=needs | branch.prompt.needs, array_sizes=array_sizes, memory=both, queries=queries if both else 1,
+        writes=both_write,
         slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets),
         most_left=most_left(branch, budgets[0], own_heads, sizes),
         prompt_index=prompt_index, decode_group=arrangement.prompt_end(after) if sizes.block is None else None,

@@ -9,6 +9,7 @@ from kvjax.cache.groups import Group
 from kvjax.cache.state import Block
 from kvjax.cache.step.pool import KeyRotation
 from kvjax.numerics.rope import Rope
+from kvjax.policies.parameters import Parts
 from kvjax.selection.base import Selection
 from kvjax.storage.base import UNROTATED
 from kvjax.storage.side import Sides, rows_of
@@ -30,6 +31,9 @@ class LayerArgs(NamedTuple):
       output_gram: [H, D, D] float32, W Wᵀ of each query head's part W [D, hidden] of the output projection; None
         unless a replay multiplies by the norm of outputs.
       hidden_norm: [B, n] float32, the norms of what enters the projections of queries, keys and values; likewise.
+      params: name of a policy's `Parameters` -> part -> [K or 1, ...]; None = the policies have none.
+      hidden: [B, n, E], the input of the projections of queries, keys and values; None where no score is written.
+      out_kernel: [H * D, E], the projection of attention's output; None where no written score reads it.
     """
 
     rope: Rope | None = None
@@ -41,6 +45,9 @@ class LayerArgs(NamedTuple):
     sides: Sides | None = None
     output_gram: Array | None = None
     hidden_norm: Array | None = None
+    params: dict[str, Parts] | None = None
+    hidden: Array | None = None
+    out_kernel: Array | None = None
 
     def of_heads(self, heads: tuple[int, ...], kv_heads: int) -> "LayerArgs":
         """Returns the arguments of some of the model's `kv_heads` KV heads."""
@@ -49,6 +56,8 @@ class LayerArgs(NamedTuple):
             skew=None if self.skew is None else self.skew[np.asarray(heads)],
             sides=rows_of(self.sides, heads),
             output_gram=None if self.output_gram is None else query_heads(self.output_gram[None], heads, kv_heads)[0],
+            params=rows_of(self.params, heads),
+            out_kernel=None if self.out_kernel is None else _rows_of_heads(self.out_kernel, heads, kv_heads),
         )
 
 
@@ -59,6 +68,7 @@ class StepInputs(NamedTuple):
       query: [B, H, n, D], rotated, unless ``positions="cache"``.
       key: [B, K, n, D], as it is held.
       value: [B, K, n, D].
+      unrotated: the query [B, H, n, D] and the key [B, K, n, D] before rotation.
       rotated_key: [B, K, n, D], as selections look at it.
       guess: `LayerArgs.guess`, rotated.
       scale: factor of the logits.
@@ -69,6 +79,7 @@ class StepInputs(NamedTuple):
     query: Array
     key: Array
     value: Array
+    unrotated: tuple[Array, Array]
     rotated_key: Array
     guess: Array | None
     scale: float
@@ -110,14 +121,20 @@ def rotated(query: Array, key: Array, value: Array, block: Block, group: Group, 
     """
     rope, scale = args.rope, query.shape[-1] ** -0.5 if args.scale is None else args.scale
     if rope is None or group.policy.positions == "cache":
-        return StepInputs(query, key, value, key, args.guess, scale, None, None)
+        return StepInputs(query, key, value, (query, key), key, args.guess, scale, None, None)
     frequencies = rope.frequencies(block.total)
-    query, turned = (rope.rotate(x, block.position, frequencies) for x in (query, key))
+    before = query, key
+    query, turned = (rope.rotate(x, block.position, frequencies) for x in before)
     guess = None if args.guess is None else rope.rotate(args.guess, block.position, frequencies)
     if group.storage.frame == UNROTATED:
         # Keys are rotated to their positions in each step.
-        return StepInputs(query, key, value, turned, guess, scale, frequencies, KeyRotation(rope, frequencies))
-    return StepInputs(query, turned, value, turned, guess, scale, frequencies, None)
+        return StepInputs(query, key, value, before, turned, guess, scale, frequencies, KeyRotation(rope, frequencies))
+    return StepInputs(query, turned, value, before, turned, guess, scale, frequencies, None)
+
+
+def _rows_of_heads(kernel: Array, heads: tuple[int, ...], kv_heads: int) -> Array:
+    """Returns the rows [H' * D, E] of the query heads of some of `kv_heads` KV heads; `kernel` is [H * D, E]."""
+    return kernel.reshape(kv_heads, -1, kernel.shape[1])[np.asarray(heads)].reshape(-1, kernel.shape[1])
 
 
 def query_heads(x: Array, heads: tuple[int, ...], kv_heads: int) -> Array:

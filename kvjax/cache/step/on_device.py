@@ -19,6 +19,7 @@ from kvjax.kernels.coded import as_array
 from kvjax.numerics.rope import Rope
 from kvjax.policies.components import KeyFrame
 from kvjax.policies.row_memory import Queries
+from kvjax.policies.written import Token, placed
 from kvjax.storage import store as held
 from kvjax.storage.side import PROMPT, PromptView, Sides
 from kvjax.typing import PyTree
@@ -80,13 +81,14 @@ def step(
     columns = constrain(columns, by_xla=group.by_xla)
     # [B]
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
-    stats = evict.observe(pool.stats, group.needs, columns, queries)
+    stats = pool.stats | _written(pool, inputs, output, block, group, args)
+    stats = evict.observe(stats, group.needs, columns, queries)
     per_slot = PerSlot(stats, {name: index[name] for name in group.selection.per_slot})
     memory = _remembered(layer, inputs, block, group, rope)
     # XLA removes the frequencies unless the policy rotates keys.
     frequencies = None if rope is None else rope.frequencies(block.total)
     frame = KeyFrame(group.policy.positions == "original", rope, frequencies)
-    queries_seen = QueryView(frame, memory, inputs.scale, args.soft_cap, args.window)
+    queries_seen = QueryView(frame, memory, inputs.scale, args.soft_cap, args.window, args.params or {})
     after, moved, memory = finish(pool, per_slot, block, group, budget, inputs.rotation, made, queries_seen)
     after = after.replace(stats=moved.stats, index=index | moved.index, memory=memory)
     # The slots of a prompt in one shot are in the arrays of the decoding phase.
@@ -111,20 +113,52 @@ def _remembered(
     if not group.memory:
         return {}
     batch, kv_heads, n, dim = inputs.key.shape
-    # [B, K, G, n, D], which are constants to a gradient
-    query = jax.lax.stop_gradient(inputs.query.astype(jnp.float32)).reshape(batch, kv_heads, -1, n, dim)
-    rotated = unrotated = query
-    if rope is not None:
-        flat, frequencies = query.reshape(batch, -1, n, dim), rope.frequencies(block.total)
-        turn = rope.rotate if group.policy.positions == "cache" else rope.unrotate
-        other = turn(flat, block.position, frequencies).reshape(query.shape)
-        rotated, unrotated = (other, query) if group.policy.positions == "cache" else (query, other)
+    # [B, H, n, D], which are constants to a gradient
+    query, unrotated = (jax.lax.stop_gradient(x.astype(jnp.float32)) for x in (inputs.query, inputs.unrotated[0]))
+    rotated = query
+    if rope is not None and group.policy.positions == "cache":
+        rotated = rope.rotate(unrotated, block.position, rope.frequencies(block.total))
+    # [B, K, G, n, D]
+    rotated, unrotated = (x.reshape(batch, kv_heads, -1, n, dim) for x in (rotated, unrotated))
     queries = Queries(rotated, unrotated, block.position, block.prompt)
     made = {}
     for each in group.memory:
-        before = each.empty((batch, kv_heads, query.shape[2]), dim) if layer is None else layer.memory[each.name]
+        before = each.empty((batch, kv_heads, rotated.shape[2]), dim) if layer is None else layer.memory[each.name]
         made[each.name] = constrain(each.update(before, queries), by_xla=group.by_xla)
     return made
+
+
+def _written(
+    pool: Pool, inputs: StepInputs, output: Array, block: Block, group: Group, args: LayerArgs
+) -> dict[str, Array]:
+    """Returns the scores that a token gets once, with those of the step's own tokens, [B, K, S'] each.
+
+    Args:
+      pool: the slots and the step's own tokens.
+      inputs: the step's own tokens.
+      output: [B, H, n, D] of attention.
+      block: the tokens of the step.
+      group: the policies.
+      args: of the layer.
+    """
+    if not group.writes:
+        return {}
+    assert args.hidden is not None
+    batch, kv_heads, n, dim = inputs.key.shape
+    grouped = (batch, kv_heads, -1, n, dim)
+    query, key = inputs.unrotated
+    kernel = args.out_kernel
+    token = Token(
+        args.hidden, query.reshape(grouped), key, inputs.value, output.reshape(grouped), block.position,
+        None if kernel is None else kernel.reshape(kv_heads, -1, dim, kernel.shape[1]),
+    )  # fmt: skip
+    position = pool.position if pool.new_tokens is None else pool.position[:, :, group.unranked :]
+    made = {}
+    for each in group.writes:
+        # Which slots go is a constant to a gradient.
+        own = jax.lax.stop_gradient(each.write(token, args.params or {}))
+        made[each.name] = placed(pool.stats[each.name], own, position, block.position)
+    return constrain(made, by_xla=group.by_xla)
 
 
 def _by_rank(

@@ -16,6 +16,7 @@ from kvjax.cache.step.operands import Operands, decoded, ranked_vectors
 from kvjax.cache.step.pool import KeyRotation, Pool, joined, run_after_inputs
 from kvjax.policies.base import View
 from kvjax.policies.components import KeyFrame
+from kvjax.policies.parameters import Parts
 from kvjax.policies.round_memory import NUMBER
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
@@ -35,6 +36,7 @@ class QueryView(NamedTuple):
       scale: factor of the logits.
       soft_cap: of the logits, or None.
       window: the layer's sliding window, or None.
+      params: of the policies, see `LayerArgs.params`.
     """
 
     frame: KeyFrame | None = None
@@ -42,6 +44,7 @@ class QueryView(NamedTuple):
     scale: float = 1.0
     soft_cap: float | None = None
     window: int | None = None
+    params: Mapping[str, Parts] = MappingProxyType({})
 
 
 def finish(
@@ -143,6 +146,7 @@ def _view(
         window=seen.window,
         most_left=group.most_left,
         num_layers=group.num_layers,
+        params=seen.params,
     )
 
 

@@ -1,0 +1,230 @@
+"""Gates: small networks that score a token once, from its hidden state or its query, key and value."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.arguments import choice_argument, count_argument
+from kvjax.errors import PolicyError
+from kvjax.policies.parameters import ModelSizes, Parameters, Parts
+from kvjax.policies.written import Token, Written
+
+Array = jax.Array
+ACTIVATIONS = {"gelu": jax.nn.gelu, "relu": jax.nn.relu, "silu": jax.nn.silu}
+OUTPUTS = {"none": lambda x: x, "sigmoid": jax.nn.sigmoid, "log_sigmoid": jax.nn.log_sigmoid}
+EPSILON = 1e-6  # of RMS norms
+EXACT = jax.lax.Precision.HIGHEST
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate(Parameters):
+    """A pure function of a layer's parameters and a token that scores the token for each KV head.
+
+    Attributes:
+      matrices: the names of parts that are matrices, whose last axis is multiplied; others are added.
+      output: a function of the result: ``none``, ``sigmoid`` or ``log_sigmoid``.
+    """
+
+    output: str = dataclasses.field(default="none", kw_only=True)
+    trained = True
+    matrices: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        choice_argument("output", self.output, tuple(OUTPUTS))
+
+    def raw(self, params: Parts, token: Token) -> Array:
+        """Returns the scores before `output`, [B, K, n] float32."""
+        raise NotImplementedError
+
+    def __call__(self, params: Parts, token: Token) -> Array:
+        """Returns the scores of tokens, [B, K, n] float32.
+
+        Args:
+          params: of one layer, see `parts`.
+          token: the tokens.
+        """
+        return OUTPUTS[self.output](self.raw(params, token))
+
+    def initial(self, key: Array, sizes: ModelSizes) -> dict[str, Array]:
+        """Returns one layer's parameters before training: matrices of a normal distribution, and zeros.
+
+        Args:
+          key: of random numbers.
+          sizes: of the model.
+        """
+        made = {}
+        for number, (part, shape) in enumerate(sorted(self.parts(sizes).items())):
+            matrix = part in self.matrices
+            scale = math.sqrt(1 / shape[-1]) if matrix else 0.0
+            made[part] = scale * jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
+        return made
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearGate(Gate):
+    """A linear function of the hidden state for each KV head (KVzap, arXiv:2601.07891).
+
+    Arrays of a layer: ``kernel`` [K, E], ``bias`` [K].
+    """
+
+    name = "linear_gate"
+    matrices = frozenset({"kernel"})
+
+    def parts(self, sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
+        return {"kernel": (sizes.kv_heads, sizes.hidden), "bias": (sizes.kv_heads,)}
+
+    def raw(self, params: Parts, token: Token) -> Array:
+        hidden = token.hidden.astype(jnp.float32)
+        score = jnp.einsum("bne,ke->bkn", hidden, params["kernel"], precision=EXACT)
+        return score + params["bias"][:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpGate(Gate):
+    """A network of one hidden layer on the hidden state (KVzap, arXiv:2601.07891; TRIM-KV, arXiv:2512.03324).
+
+    Arrays of a layer: ``up`` [1, width, E], ``up_bias`` [1, width], ``down`` [K, width], ``down_bias`` [K].
+
+    Attributes:
+      width: features of the hidden layer.
+      activation: ``gelu``, ``relu`` or ``silu``.
+    """
+
+    width: int = 512
+    activation: str = "gelu"
+    name = "mlp_gate"
+    matrices = frozenset({"up", "down"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "width", count_argument("width", self.width, minimum=1))
+        choice_argument("activation", self.activation, tuple(ACTIVATIONS))
+
+    def parts(self, sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
+        return _network(self.width, sizes.hidden, sizes.kv_heads)
+
+    def raw(self, params: Parts, token: Token) -> Array:
+        return _run_network(params, token.hidden, self.activation)
+
+
+@dataclasses.dataclass(frozen=True)
+class QkvGate(Gate):
+    """A network of one hidden layer on the layer's queries, keys and values (Locret, arXiv:2410.01805, section 3.2).
+
+    Arrays of a layer: as of `MlpGate`, with (H + 2 K) D inputs: the queries of all heads before rotation, the keys
+    before rotation, and the values. All KV heads of a layer must be under one policy.
+
+    Attributes:
+      width: features of the hidden layer.
+      activation: ``gelu``, ``relu`` or ``silu``.
+    """
+
+    width: int = 1024
+    activation: str = "silu"
+    name = "qkv_gate"
+    matrices = frozenset({"up", "down"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "width", count_argument("width", self.width, minimum=1))
+        choice_argument("activation", self.activation, tuple(ACTIVATIONS))
+
+    def parts(self, sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
+        inputs = sizes.kv_heads * (sizes.queries + 2) * sizes.dim
+        return _network(self.width, inputs, sizes.kv_heads)
+
+    def raw(self, params: Parts, token: Token) -> Array:
+        batch, kv_heads, queries, n, dim = token.query.shape
+        heads = (token.query.reshape(batch, kv_heads * queries, n, dim), token.key, token.value)
+        # [B, n, (H + 2 K) D]
+        inputs = jnp.concatenate(
+            [jnp.swapaxes(x.astype(jnp.float32), 1, 2).reshape(batch, n, -1) for x in heads], axis=2
+        )
+        if inputs.shape[2] != params["up"].shape[2]:
+            raise PolicyError(
+                f"a qkv gate has {params['up'].shape[2]} inputs, those of all KV heads of a layer, and this policy "
+                f"ranks {kv_heads} of them, with {inputs.shape[2]}; put all heads under one policy."
+            )
+        return _run_network(params, inputs, self.activation)
+
+
+@dataclasses.dataclass(frozen=True)
+class SinkGate(Gate):
+    """Attention of the token to itself beside sinks that are learned (Fast KVzip, arXiv:2601.17668, section 3).
+
+    With q = rms(W_q x) for each query head, k = rms(W_k x) for each KV head and the logit l = k·q / √w + c, the score
+    is the mean over the query heads that share a KV head of 1 / (1 + Σ exp(base·q / √w - l)), over the sinks.
+
+    Arrays of a layer: ``query`` [K, G, w, E], ``key`` [K, w, E], ``bias`` [K, G], ``base`` [K, sinks, w].
+
+    Attributes:
+      width: w, features of its queries and keys.
+      sinks: the number of learned sinks.
+    """
+
+    width: int = 16
+    sinks: int = 16
+    name = "sink_gate"
+    matrices = frozenset({"query", "key", "base"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("width", "sinks"):
+            object.__setattr__(self, field, count_argument(field, getattr(self, field), minimum=1))
+
+    def parts(self, sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
+        kv_heads, queries, hidden = sizes.kv_heads, sizes.queries, sizes.hidden
+        return {
+            "query": (kv_heads, queries, self.width, hidden), "key": (kv_heads, self.width, hidden),
+            "bias": (kv_heads, queries), "base": (kv_heads, self.sinks, self.width),
+        }  # fmt: skip
+
+    def raw(self, params: Parts, token: Token) -> Array:
+        hidden, scale = token.hidden.astype(jnp.float32), self.width**-0.5
+        # [B, K, G, n, w] and [B, K, n, w]
+        query = _rms(jnp.einsum("bne,kgwe->bkgnw", hidden, params["query"], precision=EXACT))
+        key = _rms(jnp.einsum("bne,kwe->bknw", hidden, params["key"], precision=EXACT))
+        # [B, K, G, n]
+        own = scale * jnp.einsum("bkgnw,bknw->bkgn", query, key, precision=EXACT) + params["bias"][:, :, None]
+        # [B, K, G, n, sinks]
+        others = scale * jnp.einsum("bkgnw,krw->bkgnr", query, params["base"], precision=EXACT)
+        return jnp.mean(1 / (1 + jnp.sum(jnp.exp(others - own[..., None]), axis=4)), axis=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class GateScore(Written):
+    """The score of a gate, which a token gets once.
+
+    Attributes:
+      gate: the gate.
+    """
+
+    gate: Gate
+
+    @property
+    def reads(self) -> tuple[Parameters, ...]:
+        return (self.gate,)
+
+    def write(self, token: Token, params: Mapping[str, Parts]) -> Array:
+        return self.gate(params[self.gate.name], token)
+
+
+def _network(width: int, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a network of one hidden layer, which all KV heads share, and an output for each."""
+    return {"up": (1, width, inputs), "up_bias": (1, width), "down": (outputs, width), "down_bias": (outputs,)}
+
+
+def _run_network(params: Parts, x: Array, activation: str) -> Array:
+    """Returns [B, K, n] float32 for x [B, n, inputs]."""
+    up = jnp.einsum("bni,wi->bnw", x.astype(jnp.float32), params["up"][0], precision=EXACT) + params["up_bias"][0]
+    down = jnp.einsum("bnw,kw->bkn", ACTIVATIONS[activation](up), params["down"], precision=EXACT)
+    return down + params["down_bias"][:, None]
+
+
+def _rms(x: Array) -> Array:
+    """Divides [..., w] by the root of the mean square of its last axis."""
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + EPSILON)

@@ -1,0 +1,111 @@
+"""Parameters of policies: arrays that an importance or a written score reads, calibrated from a text or trained.
+
+A policy is static. It names its parameters, and the arrays are kept among the model's parameters
+(`kvjax.calibrated`), so that two sets of arrays share a compiled program and gradients reach them.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kvjax.errors import PolicyError
+
+Array = jax.Array
+Parts = Mapping[str, Array]  # part -> [K or 1, ...]
+NAMES = frozenset({"key", "value"})  # of what storages calibrate
+
+
+class ModelSizes(NamedTuple):
+    """The sizes of a model that shapes of parameters depend on.
+
+    Attributes:
+      kv_heads: K, KV heads of a layer.
+      queries: G, query heads of a KV head.
+      dim: D, features of a head.
+      hidden: features of the residual stream.
+      rotary: features of a head that are rotated; None = the model has no rotary embedding.
+    """
+
+    kv_heads: int
+    queries: int
+    dim: int
+    hidden: int
+    rotary: int | None
+
+
+class TextSamples(NamedTuple):
+    """One layer of a calibration text under full attention; tokens of all rows follow each other, without padding.
+
+    Attributes:
+      query: [n, H, D] float32, not rotated.
+      rotated_query: [n, H, D] float32, rotated to their positions.
+    """
+
+    query: np.ndarray
+    rotated_query: np.ndarray
+
+
+class Parameters:
+    """The description of a policy's parameters. Write a frozen dataclass that inherits from this class.
+
+    Attributes:
+      name: key of the parameters in `View.params`; letters, digits and underscores. Two that are equal share them.
+      trained: whether they are trained, and not computed by `prepare`.
+    """
+
+    name: str
+    trained: bool = False
+
+    def parts(self, sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of one layer's arrays, float32: [K, ...] with an entry per KV head, or [1, ...].
+
+        Raises:
+          PolicyError: a model that the policy does not run on.
+        """
+        raise NotImplementedError
+
+    def prepare(self, samples: TextSamples, sizes: ModelSizes) -> dict[str, np.ndarray]:
+        """Computes one layer's arrays from a text.
+
+        Args:
+          samples: of the layer.
+          sizes: of the model.
+        """
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> str:
+        """Describes the parameters apart from their shapes, for messages and files."""
+        return repr(self)
+
+
+def distinct(parameters: Iterable[Parameters]) -> tuple[Parameters, ...]:
+    """Returns parameters without repetition.
+
+    Raises:
+      PolicyError: two that differ have one name, or one has a name of what storages calibrate.
+    """
+    known: dict[str, Parameters] = {}
+    for each in parameters:
+        if not isinstance(each, Parameters) or not dataclasses.is_dataclass(each):
+            raise PolicyError(f"{each!r} does not describe parameters; give a frozen dataclass of Parameters.")
+        if each.name in NAMES or known.setdefault(each.name, each) != each:
+            other = known.get(each.name, "those of a storage")
+            raise PolicyError(f"parameters {each!r} and {other!r} have one name; give one of them another.")
+    return tuple(known.values())
+
+
+def expected(parameters: Iterable[Parameters], sizes: ModelSizes) -> dict[str, dict[str, tuple[tuple[int, ...], str]]]:
+    """Returns the shapes and dtypes of one layer's arrays: name -> part -> (shape, dtype)."""
+    return {each.name: {part: (shape, "float32") for part, shape in each.parts(sizes).items()} for each in parameters}
+
+
+def empty(parameters: Iterable[Parameters], sizes: ModelSizes) -> dict[str, dict[str, Any]]:
+    """Returns one layer's arrays as `jax.ShapeDtypeStruct`."""
+    return {
+        name: {part: jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for part, (shape, dtype) in parts.items()}
+        for name, parts in expected(parameters, sizes).items()
+    }
