@@ -38,6 +38,7 @@ def specs() -> dict[str, CacheSpec | Policy]:
         "adakv": policies.adakv(policies.snapkv(0.2)),
         "snapkv, then roco": policies.after_prefill(policies.snapkv(0.2), then=policies.roco(0.1)),
         "razor_attention": policies.razor_attention(TABLE, 0.1),
+        "longgen": policies.longgen(0.1),
         "h2o with d2o": policies.h2o(0.2, merge=policies.d2o()),
         "value_norm of h2o": policies.value_norm(policies.h2o(0.2)),
         "h2o, int8": CacheSpec(policies.h2o(0.2), storage.int8()),
