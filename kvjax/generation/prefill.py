@@ -26,6 +26,7 @@ from kvjax.cache.planning.lowering import Budgets, lower, max_positions
 from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, Layer
+from kvjax.cache.step.interface import LayerArgs
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.prompt_replay import evict_prompt
 from kvjax.generation import compiling, prompt_reuse, prompt_store
@@ -391,7 +392,8 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
             skew, sides = rows_of(shared, after.heads)
             prompt = Prompt(kv.length, rope, frequencies, skew, sides)
             if before.replay is not None:
-                own = evict_prompt(own, before, budget, prompt, kv.total, number, scale)
+                args = LayerArgs(scale=scale, soft_cap=config.attention_soft_cap, window=config.kind(index).window)
+                own = evict_prompt(own, before, budget, prompt, kv.total, number, args)
             group = convert(own, before, after, prompt)
             made.append(constrain_slots(group, after.per_head) if after.slot_axes else group)
         return Layer(made)

@@ -13,6 +13,8 @@ from kvjax.policies.prompt_replay import OVERLAP, REPLAYED, Replay
 
 Array = jax.Array
 Scores = list[Array | None]  # of each group of heads, [B, K, S] float32; None for one that is not scored
+#: The result of a replay for a group of heads: the statistic of slots, if it is scored, and the memory of queries.
+Recorded = tuple[Array | None, dict[str, dict[str, Array]]]
 
 
 def replayed(decoder: BoundDecoder, kv: KVState, tokens: Array, layout: CacheLayout) -> KVState:
@@ -34,27 +36,30 @@ def replayed(decoder: BoundDecoder, kv: KVState, tokens: Array, layout: CacheLay
     groups, tree = jax.tree.flatten(kv.layers, is_leaf=lambda x: isinstance(x, LayerKV))
 
     def with_scores(scores: Scores) -> KVState:
+        return with_records([(score, group.memory) for score, group in zip(scores, groups, strict=True)])
+
+    def with_records(records: list[Recorded]) -> KVState:
         own = [
-            group if score is None else group.replace(stats=group.stats | {REPLAYED: score})
-            for group, score in zip(groups, scores, strict=True)
+            group.replace(stats=group.stats | ({} if score is None else {REPLAYED: score}), memory=memory)
+            for group, (score, memory) in zip(groups, records, strict=True)
         ]
         return kv.replace(layers=jax.tree.unflatten(tree, own))
 
-    def run(scores: Scores, start: Array) -> tuple[Array, KVState, Array]:
+    def run(before: KVState, start: Array) -> tuple[Array, KVState, Array]:
         """Replays a chunk: what leaves the last layer [B, m, hidden], the cache, and which tokens are real [B, m]."""
         ids, position = chunk_tokens(tokens, kv.prompt, start, replay, chunk)
         first = jnp.broadcast_to(start, kv.prompt.shape)
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget, replayed=first)
-        x, after = decoder.stream(ids, with_scores(scores), block, phase)
+        x, after = decoder.stream(ids, before, block, phase)
         return x, after, position >= 0
 
-    def by_attention(scores: Scores, start: Array) -> tuple[Scores, None]:
-        _, after, _ = run(scores, start)
+    def by_attention(records: list[Recorded], start: Array) -> tuple[list[Recorded], None]:
+        _, after, _ = run(with_records(records), start)
         made = jax.tree.leaves(after.layers, is_leaf=lambda x: isinstance(x, LayerKV))
-        return [each.stats.get(REPLAYED) for each in made], None
+        return [_recorded(each) for each in made], None
 
     def norms(log_gates: Scores, start: Array) -> Array:
-        x, _, real = run(log_gates, start)
+        x, _, real = run(with_scores(log_gates), start)
         squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=2)
         # The root of 0 has no gradient.
         return jnp.sum(jnp.where(real, jnp.sqrt(jnp.where(real, squares, 1.0)), 0.0))
@@ -64,9 +69,17 @@ def replayed(decoder: BoundDecoder, kv: KVState, tokens: Array, layout: CacheLay
         return jax.tree.map(lambda old, new: old + jnp.abs(new), scores, found), None
 
     starts = jnp.arange(0, width, chunk, dtype=jnp.int32)
-    first: Scores = [group.stats.get(REPLAYED) for group in groups]
-    scores, _ = jax.lax.scan(add_gradient if by_gradient else by_attention, first, starts)
-    return arranged_state(with_scores(jax.lax.stop_gradient(scores)), runs)
+    first = [_recorded(group) for group in groups]
+    if by_gradient:
+        scores, _ = jax.lax.scan(add_gradient, [score for score, _ in first], starts)
+        return arranged_state(with_scores(jax.lax.stop_gradient(scores)), runs)
+    records, _ = jax.lax.scan(by_attention, first, starts)
+    return with_records(jax.lax.stop_gradient(records))
+
+
+def _recorded(group: LayerKV) -> Recorded:
+    """Returns what a replay writes of a group of heads."""
+    return group.stats.get(REPLAYED), group.memory
 
 
 def _replaying(phase: Phase) -> Phase:

@@ -14,13 +14,14 @@ from kvjax.parallel import sharding
 from kvjax.policies.base import Evict, factory
 from kvjax.policies.budget import BudgetLike, as_budget
 from kvjax.policies.components import Folded, Importance, Merge, Stats, View
-from kvjax.policies.row_memory import PromptQueries, RowMemory
+from kvjax.policies.prompt_replay import Replay
+from kvjax.policies.row_memory import PromptQueries, ReplayQueries, RowMemory
 from kvjax.typing import PyTree
 
 Array = jax.Array
 R = TypeVar("R")
 
-QUERIES = ("prompt",)
+QUERIES = ("prompt", "replay")
 LOG_WEIGHT = "log_weight"  # the statistic: 0 in empty slots and for tokens that follow
 SMALLEST_WEIGHT = 1e-6
 TILE = 128  # positions whose logits over all slots of a head exist at the same time
@@ -55,6 +56,11 @@ class Fit(NamedTuple):
 
     log_weight: Array
     value: Array
+
+
+def memory_of(queries: str) -> PromptQueries:
+    """Returns the memory that has the queries of the prompt, or of its replay."""
+    return PromptQueries() if queries == "prompt" else ReplayQueries()
 
 
 def heads_of(view: View, memory: PromptQueries) -> Head:
@@ -110,7 +116,7 @@ class LargestAttention(Importance):
     Of equal slots, the newer one stays.
 
     Attributes:
-      queries: ``prompt``, see `PromptQueries`.
+      queries: ``prompt``, see `PromptQueries`, or ``replay``, see `ReplayQueries`.
     """
 
     queries: str = "prompt"
@@ -122,7 +128,11 @@ class LargestAttention(Importance):
 
     @property
     def memory(self) -> tuple[RowMemory, ...]:
-        return (PromptQueries(),)
+        return (memory_of(self.queries),)
+
+    @property
+    def replay(self) -> Replay | None:
+        return None if self.queries == "prompt" else ReplayQueries().replay
 
     def score(self, stats: Stats, view: View) -> Array:
         def of_head(head: Head) -> Array:
@@ -135,7 +145,7 @@ class LargestAttention(Importance):
             return jax.lax.scan(add, jnp.zeros(head.seen.shape, jnp.float32), tiles_of(head))[0]
 
         def score() -> Array:
-            heads = heads_of(view, PromptQueries())
+            heads = heads_of(view, memory_of(self.queries))
             group, slots = heads.query.shape[2], heads.seen.shape[2]
             return over_heads(of_head, (heads,), 3 * TILE * group * slots)
 
@@ -166,12 +176,15 @@ class MatchedAttention(Merge):
 
     Attributes:
       ridge: how strongly values stay as they were, relative to the mean square of a column of P.
+      queries: see `LargestAttention`.
     """
 
     ridge: float = 1e-3
+    queries: str = "prompt"
     remembers = (LOG_WEIGHT,)
 
     def __post_init__(self) -> None:
+        choice_argument("queries", self.queries, QUERIES)
         object.__setattr__(self, "ridge", number_argument("ridge", self.ridge, minimum=1e-6, maximum=1e6))
 
     def log_weight(self, stats: Stats) -> Array:
@@ -183,7 +196,7 @@ class MatchedAttention(Merge):
     def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
         def fit() -> Fit:
             # Fits are constants to a gradient.
-            heads, constant = jax.lax.stop_gradient((heads_of(view._replace(key=key), PromptQueries()), value))
+            heads, constant = jax.lax.stop_gradient((heads_of(view._replace(key=key), memory_of(self.queries)), value))
             group, count, dim = heads.query.shape[2:]
             slots = heads.seen.shape[2]
             most = min(slots, view.most_left or slots)
@@ -304,7 +317,9 @@ def matched(budget: BudgetLike, *, queries: str = "prompt", ridge: float = 1e-3,
     Args:
       budget: slots per KV head that remain of a prompt; see `evict`. A shorter prompt is kept as it is.
       queries: ``prompt`` = the queries of the prompt, all of them up to 4,096 per KV head, and evenly spaced ones of a
-        longer prompt (see `PromptQueries`). In blocks of a prompt, they are remembered until its end.
+        longer prompt (see `PromptQueries`). In blocks of a prompt, they are remembered until its end. ``replay`` =
+        those of the prompt's own tokens when they run once more behind it, as for `kvzip` (see `Replay`), for one more
+        prefill: every one of them sees the whole prompt, as later queries do.
       ridge: see `MatchedAttention`.
       positions: see `evict`. The fit is for queries at their positions in the text, also if ``cache`` places them by
         rank afterwards.
@@ -313,7 +328,7 @@ def matched(budget: BudgetLike, *, queries: str = "prompt", ridge: float = 1e-3,
     """
     with named("matched"):
         slots = as_budget(budget)
-        importance, merge = LargestAttention(queries), MatchedAttention(ridge)
+        importance, merge = LargestAttention(queries), MatchedAttention(ridge, queries)
     return Evict(
         importance=importance, budget=slots, when="prompt_end", merge=merge, positions=positions, name="matched"
     )

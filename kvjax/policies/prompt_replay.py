@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.arguments import choice_argument, count_argument
@@ -56,6 +58,20 @@ class Replay:
         chunk = min(self.chunk, prompt)
         first = len(self.instruction) + chunk
         return first if prompt <= self.chunk else max(first, len(self.later) + OVERLAP + chunk)
+
+    def added(self, chunks: jax.Array | int) -> jax.Array | int:
+        """Returns the number of tokens of the first blocks besides those of their chunks.
+
+        Args:
+          chunks: the number of blocks, int32 [...] or an int.
+        """
+        xp = np if isinstance(chunks, int) else jnp
+        later = xp.maximum(chunks - 1, 0)
+        # Of the k-th of these, the smaller of `OVERLAP` and k chunks is repeated.
+        short = xp.minimum(later, (OVERLAP - 1) // self.chunk)
+        overlaps = self.chunk * (short * (short + 1) // 2) + OVERLAP * (later - short)
+        found = len(self.instruction) * xp.minimum(chunks, 1) + len(self.later) * later + overlaps
+        return int(found) if isinstance(chunks, int) else found
 
     def highest(self) -> int:
         """Returns the largest id of the instructions; -1 = there is none."""

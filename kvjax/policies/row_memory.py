@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.arguments import count_argument
+from kvjax.policies.prompt_replay import Replay
 
 Array = jax.Array
 Arrays = Mapping[str, Array]  # name -> [B, K, ...]
@@ -25,13 +26,15 @@ class Queries(NamedTuple):
       rotated: [B, K, G, n, D] float32, rotated to their positions in the text.
       unrotated: [B, K, G, n, D] float32.
       position: [B, n] int32, -1 = padding, which is at a row's end.
-      prompt: [B] int32 tokens of each row's prompt; None = not known.
+      first: [B] int32 number of the step's first token among those of the prompt, or of its replay; None = not known.
+      total: [B] int32 number of all of these.
     """
 
     rotated: Array
     unrotated: Array
     position: Array
-    prompt: Array | None = None
+    first: Array | None = None
+    total: Array | None = None
 
 
 class RowMemory:
@@ -40,9 +43,11 @@ class RowMemory:
     Attributes:
       name: key of the memory in `View.memory`; two that are equal share one.
       per_slot: whether it is held as a statistic of slots instead; see `kvjax.policies.round_memory`.
+      of_replay: whether it is updated by the queries of the prompt's replay instead; see `kvjax.policies.Replay`.
     """
 
     per_slot: bool = False
+    of_replay: bool = False
 
     @property
     def name(self) -> str:
@@ -193,17 +198,17 @@ class PromptQueries(RowMemory):
         }
 
     def update(self, memory: Arrays, queries: Queries) -> dict[str, Array]:
-        assert queries.prompt is not None
+        assert queries.first is not None and queries.total is not None
         room, n = memory["position"].shape[2], queries.position.shape[1]
-        # [B, p]: the positions that are remembered in the end
+        # [B, p]: the numbers of the tokens that are remembered in the end
         number = jnp.arange(1, room + 1, dtype=jnp.int32)
-        length = queries.prompt[:, None]
+        length = queries.total[:, None]
         count = jnp.clip(length, 1, room)
         # ⌊i·n / p⌋ without the product, which may exceed int32
         wanted = number * (length // count) + number * (length % count) // count - 1
         wanted = jnp.where(number <= jnp.minimum(length, room), wanted, -1)
-        # [B, p]: their places among the step's tokens, whose positions are consecutive
-        place = wanted - queries.position[:, :1]
+        # [B, p]: their places among the step's tokens, which are consecutive
+        place = wanted - queries.first[:, None]
         last = jnp.sum(queries.position >= 0, axis=1, keepdims=True, dtype=jnp.int32)
         here = (wanted >= 0) & (place >= 0) & (place < last)
         index = jnp.clip(place, 0, n - 1)
@@ -213,3 +218,27 @@ class PromptQueries(RowMemory):
             "query": jnp.where(here[:, None, None, :, None], own, memory["query"]),
             "position": jnp.where(here[:, None], wanted[:, None], memory["position"]),
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayQueries(PromptQueries):
+    """Remembers evenly spaced queries of the prompt's replay, as `PromptQueries` does those of the prompt.
+
+    The tokens of all blocks of the replay count, in their order; ``position`` is their number in it.
+
+    Attributes:
+      number: see `PromptQueries`.
+      longest: the most tokens of a replay.
+      replay: how the prompt is replayed.
+    """
+
+    replay: Replay = dataclasses.field(default_factory=Replay)
+    of_replay = True
+
+    @property
+    def name(self) -> str:
+        return f"ReplayQueries({self.number}, {self.replay!r})"
+
+    def bound(self, longest: int, queries: int) -> RowMemory:
+        blocks = -(-longest // self.replay.chunk)
+        return dataclasses.replace(self, longest=longest + int(self.replay.added(blocks)))

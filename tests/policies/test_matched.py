@@ -17,6 +17,7 @@ from kvjax.errors import PolicyError
 from kvjax.generation.continue_cache import extend
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.prefill import prefill
+from kvjax.generation.prompt_replay import chunk_tokens
 from kvjax.policies.components import KeyFrame
 from kvjax.policies.matched import LOG_WEIGHT
 from kvjax.policies.row_memory import Queries
@@ -145,11 +146,12 @@ def test_queries_are_evenly_spaced_however_they_arrive():
     query = np.arange(4 * 2 * 3 * 24 * dim, dtype=np.float32).reshape(4, 2, 3, 24, dim)
     place = np.where(np.arange(24) < lengths[:, None], np.arange(24), -1).astype(np.int32)
     memory = policies.PromptQueries(24).bound(24, 3)  # 8 positions of 3 query heads
-    whole = memory.update(memory.empty((4, 2, 3), dim), Queries(query, query, place, jnp.asarray(lengths)))
+    whole = memory.update(memory.empty((4, 2, 3), dim), Queries(query, query, place, place[:, 0], lengths))
     parts = memory.empty((4, 2, 3), dim)
     for start in range(0, 24, step):
         own = query[:, :, :, start : start + step]
-        parts = memory.update(parts, Queries(own, own, place[:, start : start + step], jnp.asarray(lengths)))
+        at = place[:, start : start + step]
+        parts = memory.update(parts, Queries(own, own, at, at[:, 0], lengths))
     for row, n in enumerate(lengths):
         count = min(n, 8)
         expected = [i * n // count - 1 for i in range(1, count + 1)]
@@ -157,6 +159,29 @@ def test_queries_are_evenly_spaced_however_they_arrive():
             at = np.asarray(got["position"])[row, 1]
             assert at.tolist() == [*expected, *[-1] * (8 - count)]
             np.testing.assert_array_equal(got["query"][row, :, :, :count], query[row][:, :, expected])
+
+
+def test_queries_of_a_replay_are_those_of_all_of_its_blocks():
+    """In their order, with the tokens that are repeated before a chunk."""
+    tokens, lengths = np.arange(100, 126)[None].repeat(3, axis=0), np.array([26, 11, 10])
+    replay = policies.Replay(instruction=(1, 2, 3), later=(4,), chunk=10)
+    for number in (60, 8):
+        memory = policies.ReplayQueries(number, replay=replay).bound(26, 2)
+        made, ran = memory.empty((3, 1, 2), 1), [[], [], []]
+        for start in range(0, 26, 10):
+            ids, position = map(np.asarray, chunk_tokens(tokens, lengths, np.int32(start), replay, 10))
+            first = start + replay.added(jnp.int32(start // 10))
+            total = lengths + replay.added(-(-jnp.asarray(lengths) // 10))
+            query = np.broadcast_to(ids[:, None, None, :, None], (3, 1, 2, ids.shape[1], 1)).astype(np.float32)
+            given = Queries(query, query, position, jnp.broadcast_to(first, (3,)), total)
+            made = memory.update(made, given)
+            for row in range(3):
+                ran[row] += ids[row][position[row] >= 0].tolist()
+        for row in range(3):
+            count = min(len(ran[row]), number // 2)
+            expected = [ran[row][i * len(ran[row]) // count - 1] for i in range(1, count + 1)]
+            assert np.asarray(made["query"])[row, 0, 1, :count, 0].tolist() == expected
+            assert (np.asarray(made["position"])[row, 0] >= 0).sum() == count
 
 
 def test_weights_are_seen_by_whatever_follows():
@@ -194,7 +219,7 @@ def test_room_for_the_prompt_changes_nothing():
 @pytest.mark.parametrize(
     ("made", "match"),
     [
-        (lambda: policies.matched(8, queries="all"), "queries='all' is not valid; use 'prompt'"),
+        (lambda: policies.matched(8, queries="all"), "queries='all' is not valid; use 'prompt' or 'replay'"),
         (lambda: policies.matched(8, ridge=0), "ridge must be a number from 1e-06"),
         (lambda: policies.matched(None), "a compressor needs a budget"),
         (

@@ -117,6 +117,8 @@ def _run_row(
             prompt_replay.score(params, config, tokens[:stop], layers, policy)
             for heads, budget in zip(layers, budgets, strict=True):
                 evict(heads, policy, budget, prompt_length, config.rope_theta)
+                for head in heads:
+                    del head.queries[prompt_length:]  # those of the replay
     return np.concatenate([*scores, np.zeros(0)]), layers
 
 

@@ -9,14 +9,16 @@ import numpy as np
 from scipy.optimize import nnls
 
 from tests.reference.base import Array, Policy, Ranking, Statistic, View
+from tests.reference.prompt_replay import Replay
 
 MOST_QUERIES = 4096
 HELD = Statistic(lambda old, block: old)  # set when the prompt ends
 
 
-def queries_of(view: View) -> Array:
-    """[N, D]: the queries of all heads of the group at evenly spaced positions of the prompt."""
-    prompt = [each.rotated for each in view.queries if each.position < view.prompt_length]
+def queries_of(view: View, queries: str) -> Array:
+    """[N, D]: the queries of all heads of the group at evenly spaced positions of the prompt, or of its replay."""
+    n = view.prompt_length
+    prompt = [each.rotated for each in (view.queries[:n] if queries == "prompt" else view.queries[n:])]
     count = min(len(prompt), max(1, MOST_QUERIES // len(prompt[0])))
     return np.concatenate([prompt[number * len(prompt) // count - 1] for number in range(1, count + 1)])
 
@@ -51,12 +53,14 @@ def fitted(query: Array, key: Array, value: Array, keep: Array, ridge: float) ->
     return values, log_weights
 
 
-def matched(budget: Any, ridge: float = 1e-3, **options: Any) -> Policy:
+def matched(budget: Any, queries: str = "prompt", ridge: float = 1e-3, **options: Any) -> Policy:
     def rank(view: View) -> Ranking:
-        logits = queries_of(view) @ view.rotated.T / math.sqrt(view.rotated.shape[1])
+        logits = queries_of(view, queries) @ view.rotated.T / math.sqrt(view.rotated.shape[1])
         return Ranking(softmax(logits).max(axis=0))
 
     def fits(view: View, keep: Array) -> tuple[Array, Array]:
-        return fitted(queries_of(view), view.rotated, view.value, keep, ridge)
+        return fitted(queries_of(view, queries), view.rotated, view.value, keep, ridge)
 
-    return Policy(budget, rank, {"log_weight": HELD}, at_prompt_end_only=True, fits=fits, **options)
+    statistics = {"log_weight": HELD} | ({"replayed": HELD} if queries == "replay" else {})
+    replay = Replay((), (), 2048, 4, False) if queries == "replay" else None
+    return Policy(budget, rank, statistics, at_prompt_end_only=True, fits=fits, replay=replay, **options)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.reference.base import Array, Policy, Ranking, Statistic, View
+from tests.reference.base import Array, Policy, Query, Ranking, Statistic, View
 from tests.reference.layers import linear, rms_norm, swish
 from tests.reference.step import Head, rotate
 
@@ -75,6 +75,8 @@ def _one_token(
         own_key, own_value = (np.stack(each) for each in past[index])
         outputs = []
         for number, head in enumerate(heads):
+            own_queries = query[number * group : (number + 1) * group]
+            head.queries.append(Query(position, own_queries, own_queries))
             held = head.key if policy.positions == "original" else rotate(head.key, head.position, config.rope_theta)
             among = (head.position < min(policy.replay.sinks, start)) | (start <= head.position) & (head.position < end)
             for own in range(number * group, (number + 1) * group):

@@ -120,11 +120,12 @@ def _remembered(
         rotated = rope.rotate(unrotated, block.position, rope.frequencies(block.total))
     # [B, K, G, n, D]
     rotated, unrotated = (x.reshape(batch, kv_heads, -1, n, dim) for x in (rotated, unrotated))
-    queries = Queries(rotated, unrotated, block.position, block.prompt)
+    queries = Queries(rotated, unrotated, block.position, block.position[:, 0], block.prompt)
     made = {}
     for each in group.memory:
         before = each.empty((batch, kv_heads, rotated.shape[2]), dim) if layer is None else layer.memory[each.name]
-        made[each.name] = constrain(each.update(before, queries), by_xla=group.by_xla)
+        after = before if each.of_replay else each.update(before, queries)
+        made[each.name] = constrain(after, by_xla=group.by_xla)
     return made
 
 

@@ -20,6 +20,7 @@ from kvjax.cache.step.step_end import QueryView, finish
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.components import KeyFrame
 from kvjax.policies.prompt_replay import REPLAYED, Replay
+from kvjax.policies.row_memory import Queries
 from kvjax.storage.base import UNROTATED
 
 Array = jax.Array
@@ -67,7 +68,24 @@ def step(
     if group.replay.by == "attention" and REPLAYED in layer.stats:
         scores = _scores(layer, query, (held, own), inputs, block, group.replay, args)
         layer = layer.replace(stats=layer.stats | {REPLAYED: scores})
+    layer = layer.replace(memory=layer.memory | _remembered(layer, query, block, group))
     return output, layer, AttentionOperands(query, key, position, None, position)
+
+
+def _remembered(layer: LayerKV, query: Array, block: Block, group: Group) -> dict[str, dict[str, Array]]:
+    """Returns what policies remember of the queries of a replay, with those of a block [B, H, n, D], rotated."""
+    replay = group.replay
+    wanted = [each for each in group.memory if each.of_replay]
+    if not wanted or replay is None:
+        return {}
+    batch, kv_heads = layer.position.shape[:2]
+    # [B, K, G, n, D]
+    grouped = jax.lax.stop_gradient(query.astype(jnp.float32)).reshape(batch, kv_heads, -1, *query.shape[2:])
+    # [B]: the number of the block's first token among those of the replay, and of all of these
+    first = block.replayed + replay.added(block.replayed // replay.chunk)
+    total = block.prompt + replay.added(-(-block.prompt // replay.chunk))
+    queries = Queries(grouped, grouped, block.position, first, total)
+    return {each.name: each.update(layer.memory[each.name], queries) for each in wanted}
 
 
 def _rotated(
@@ -171,7 +189,7 @@ def _output_norms(value: Array, args: LayerArgs) -> Array:
 
 
 def evict_prompt(
-    layer: LayerKV, group: Group, budget: Array | None, prompt: Prompt, total: Array, index: Array, scale: float
+    layer: LayerKV, group: Group, budget: Array | None, prompt: Prompt, total: Array, index: Array, args: LayerArgs
 ) -> LayerKV:
     """Evicts from a prompt that has been replayed.
 
@@ -182,10 +200,11 @@ def evict_prompt(
       prompt: the prompts.
       total: [B] int32, see `KVState`.
       index: int32, the number of the layer.
-      scale: factor of the logits.
+      args: of the layer, with the factor of the logits.
     """
     if group.policy.budget is None:
         return layer
+    assert args.scale is not None
     block = Block(
         position=prompt.length[:, None] - 1, prompt=prompt.length, total=total, budget=budget, layer=index
     )  # fmt: skip
@@ -198,7 +217,8 @@ def evict_prompt(
     # The queries of the prompt are gone; what a policy remembers of them is in the layer.
     made = Operands(layer.key, placed, (layer.value,), placed)
     per_slot = PerSlot(layer.stats, {name: layer.index[name] for name in group.selection.per_slot})
-    seen = QueryView(KeyFrame(original, prompt.rope, prompt.frequencies), layer.memory, scale)
+    frame = KeyFrame(original, prompt.rope, prompt.frequencies)
+    seen = QueryView(frame, layer.memory, args.scale, args.soft_cap, args.window)
     own = dataclasses.replace(group, replay=None, evicts_one=False)
     after, moved, memory = finish(pool, per_slot, block, own, budget, rotation, made, seen)
     return after.replace(stats=moved.stats, index=layer.index | moved.index, memory=memory)
