@@ -113,11 +113,11 @@ def train_directions(
 
     @jax.jit
     def step(
-        params: Params, turn: Any, memory: optax.OptState, rate: Array, ranks: Array, *data: Array
+        params: Params, sides: Any, turn: Any, memory: optax.OptState, rate: Array, ranks: Array, *data: Array
     ) -> tuple[Any, optax.OptState, Array]:
         def loss(turn: Any) -> Array:
             expected = jax.lax.stop_gradient(hidden_states(params, None, *data, config=model.config))
-            return divergence(params, _turned(work.sides, turn), ranks, expected, *data, config=model.config)
+            return divergence(params, _turned(sides, turn), ranks, expected, *data, config=model.config)
 
         value, slope = jax.value_and_grad(loss)(turn)
         # optax multiplies whole numbers and floats.
@@ -132,7 +132,7 @@ def train_directions(
             own = (number * rows + np.arange(rows)) % len(work.tokens)
             data = model.place((work.tokens[own], work.lengths[own].astype(np.int32)))
             ranks = jnp.asarray(rng.choice(choices, work.shape), jnp.int32)
-            turn, memory, value = step(model.params, turn, memory, jnp.float32(now), ranks, *data)
+            turn, memory, value = step(model.params, work.sides, turn, memory, jnp.float32(now), ranks, *data)
             losses.append(value)
         made = _turned(work.sides, turn)
     layers = tuple(

@@ -1,4 +1,4 @@
-"""Which heads need every token, by gates that are trained on passkeys (DuoAttention, arXiv:2410.10819, section 2.2)."""
+"""Which heads need every token, by gates that are trained on passkeys (DuoAttention, arXiv:2410.10819)."""
 
 import functools
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ def passkeys(
     draw_from: ArrayLike | None = None,
     seed: int = 0,
 ) -> Passkeys:
-    """Hides random passkeys in a text, and asks for each at its end (DuoAttention, Fig. 4).
+    """Hides random passkeys in a text, and asks for each at its end (DuoAttention).
 
     A row is a part of the text with `keys` passkeys at random places, and then all passkeys once more, in another
     order. The first `cue` tokens of a repeated passkey say which one it is; the others are its answer.
@@ -150,8 +150,8 @@ def head_gates(
     """Trains a gate for each KV head, which blends attention over all tokens with that over a window (DuoAttention).
 
     The loss is the squared difference between the last hidden states of the gated and of the full model, its mean over
-    the answers and the features, plus `penalty` times the mean gate (arXiv:2410.10819, eq. 3 to 5, which have sums). A
-    gate therefore stays near 1 only where a window changes the answers. The model is not trained.
+    the answers and the features, plus `penalty` times the mean gate (arXiv:2410.10819; that both are means is kvjax's
+    choice). A gate therefore stays near 1 only where a window changes the answers. The model is not trained.
 
     Gates begin at 1 and are kept in [0, 1]. They are trained by Adam (optax), whose rate rises in the first fifth of
     the steps and falls in the last. The paper has 2,000 steps.
@@ -189,7 +189,10 @@ def head_gates(
         count_argument(name, value, minimum=minimum, error=InputError)
         for name, value, minimum in (("sinks", sinks, 0), ("recent", recent, 0), ("steps", steps, 1), ("rows", rows, 1))
     )
-    penalty = number_argument("penalty", penalty, minimum=0.0, maximum=float("inf"), error=InputError)
+    penalty, rate = (
+        number_argument(name, each, minimum=0.0, maximum=float("inf"), error=InputError)
+        for name, each in (("penalty", penalty), ("rate", rate))
+    )
     optimizer = optax.scale_by_adam()
 
     @jax.jit

@@ -26,7 +26,7 @@ class Gates(flax.struct.PyTreeNode):
     recent: int = flax.struct.field(pytree_node=False)
 
     def blend(self, output: Array, query: Array, key: Array, value: Array, block: Block, args: LayerArgs) -> Array:
-        """Returns share · output + (1 - share) · the output of streaming attention (eq. 2), [B, H, n, D].
+        """Returns share · output + (1 - share) · the output of streaming attention, [B, H, n, D].
 
         Args:
           output: [B, H, n, D], of attention over all tokens.

@@ -24,7 +24,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Alisa(Selection):
-    """Reads the newest slots, and those of the largest sum of the last queries' probabilities (ALISA, Algorithm 1).
+    """Reads the newest slots, and those of the largest sum of the last queries' probabilities (ALISA's SWA).
 
     Of b slots, ⌊b / 2⌋ are the newest, including the new token, and the others have the largest sums. A slot that a
     query does not read has probability 0 under it, so that its sum only falls. No keys are compared.
