@@ -483,6 +483,11 @@ def test_what_cannot_run_says_so():
         ({"accumulate": "decay", "gamma": 1.5}, "gamma must be a number from 0 to 1; got 1.5"),
         ({"accumulate": "decay", "gamma": float("nan")}, "gamma must be a number from 0 to 1; got nan"),
         ({"transform": "above", "accumulate": "recall"}, "history must be a whole number of at least 1; got 0"),
+        ({"accumulate": "latest"}, "history must be a whole number of at least 1; got 0"),
+        (
+            {"accumulate": "latest", "transform": "one", "history": 4},
+            "latest needs a transform of attention, not 'one'",
+        ),
         ({"accumulate": "recurrence"}, "recurrence compares m with a threshold greater than 0"),
         ({"accumulate": "recall", "history": 8}, "recall stores bits, which transform='above' gives, not 'identity'"),
         ({"tail": 0}, "tail must be a whole number of at least 1; got 0"),
