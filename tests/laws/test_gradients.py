@@ -41,7 +41,7 @@ POLICIES = [
     policies.h2o(budget=12), policies.scissorhands(budget=12, history=9),
     policies.value_norm(policies.h2o_decay(budget=12)),
     policies.snapkv(budget=12, window=4), policies.keydiff(budget=12), policies.streaming_llm(budget=9),
-    policies.lazy(budget=12, every=1, alpha=0.3), policies.ems(budget=12, recent=3, window=4, threshold=0.1),
+    policies.lazy(budget=12, every=1, alpha=0.3), policies.ems(budget=12, threshold=0.1),
     policies.h2o(budget=12, merge=policies.anchors()), policies.roco(budget=12, merge=policies.kvmerger(0.1)),
 ]  # fmt: skip
 
