@@ -36,7 +36,7 @@ ROOMS = [
     {"checkpoint"},
     {"generation"},
     {"presets", "specs.parse"},
-    {"planning", "analysis", "lm_eval", "serve"},
+    {"planning", "analysis", "training", "lm_eval", "serve"},
 ]
 #: Public names that run the cache, found when they are asked for; and a policy that is made of a selection.
 LATE = {("storage/__init__.py", "cache"), ("policies/h2o_variants.py", "selection")}

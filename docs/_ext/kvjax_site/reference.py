@@ -10,9 +10,10 @@ from kvjax_site.docstrings import escaped_rst, markdown, summary
 #: Public packages, in the order of the reference; a name that two of them have is described where it is first.
 PACKAGES = (
     "kvjax", "kvjax.policies", "kvjax.storage", "kvjax.selection", "kvjax.presets", "kvjax.cache", "kvjax.serve",
-    "kvjax.analysis", "kvjax.analysis.plots", "kvjax.analysis.submodular", "kvjax.planning", "kvjax.planning.capacity",
-    "kvjax.lm_eval", "kvjax.numerics.statistics", "kvjax.generation.prefill", "kvjax.generation.continue_cache",
-    "kvjax.generation.generate", "kvjax.models.skew", "kvjax.products", "kvjax.errors",
+    "kvjax.analysis", "kvjax.analysis.plots", "kvjax.analysis.submodular", "kvjax.training", "kvjax.planning",
+    "kvjax.planning.capacity", "kvjax.lm_eval", "kvjax.numerics.statistics", "kvjax.generation.prefill",
+    "kvjax.generation.continue_cache", "kvjax.generation.generate", "kvjax.models.skew", "kvjax.products",
+    "kvjax.errors",
 )  # fmt: skip
 #: Packages without ``__all__`` whose own public functions and classes are not all meant for users.
 NAMES = {

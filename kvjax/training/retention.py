@@ -1,0 +1,230 @@
+"""The budget of learned retention for all queries of a text at once, and attention that passes gradients to scores.
+
+A token's score never changes, so the slots that are live at a step are a running list of the best. Ranks alone say
+which, and training needs no scan over tokens.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.arguments import choice_argument, count_argument, number_argument
+from kvjax.errors import PolicyError
+from kvjax.policies.base import Evict
+from kvjax.policies.gates import Gate
+from kvjax.policies.learned import LARGEST, learned
+
+Array = jax.Array
+RELAXATIONS = ("st", "soft")
+FARTHEST = (
+    30.0  # logits of evicted slots are cut at the largest visible one plus this, so that squares of sums are above 0
+)
+SMALLEST = -1e30  # the logit of a slot that is not seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """The slots that a policy `learned` keeps.
+
+    Attributes:
+      slots: b, slots per KV head.
+      recent: the number of newest positions that are protected.
+      sinks: the number of first positions that are protected.
+      threshold: scores below it are evicted, also where there is room for them; None = none are.
+      every: the number of slots that are evicted at once.
+
+    Raises:
+      PolicyError: an attribute that is not valid, more protected positions than slots, or a threshold and `every` > 1.
+    """
+
+    slots: int
+    recent: int = 0
+    sinks: int = 0
+    threshold: float | None = None
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        for field, minimum in (("slots", 1), ("recent", 0), ("sinks", 0), ("every", 1)):
+            object.__setattr__(self, field, count_argument(field, getattr(self, field), minimum=minimum))
+        if self.threshold is not None:
+            found = number_argument("threshold", self.threshold, minimum=-LARGEST, maximum=LARGEST)
+            object.__setattr__(self, "threshold", found)
+            if self.every > 1:
+                raise PolicyError(
+                    f"every={self.every} is not valid with threshold={self.threshold}: heads would evict in rounds of "
+                    "their own; leave out one of the two."
+                )
+        if self.recent + self.sinks > self.slots:
+            raise PolicyError(
+                f"recent={self.recent} and sinks={self.sinks} protect more than slots={self.slots}; lower them."
+            )
+
+    def policy(self, gate: Gate, *, age: bool = False) -> Evict:
+        """Returns the policy that keeps these slots token by token.
+
+        Args:
+          gate: scores each token.
+          age: see `kvjax.policies.learned`.
+        """
+        return learned(
+            self.slots, gate=gate, every=self.every, recent=self.recent, threshold=self.threshold, age=age,
+            sinks=self.sinks,
+        )  # fmt: skip
+
+
+class _Ranks(NamedTuple):
+    """The places of slots in the list of each query.
+
+    Attributes:
+      competes: [n, n] bool, query × slot: the slot was there at the last eviction, and not protected.
+      rank: [..., n, n] int32, the number of slots that compete and are better; of equal ones, later tokens are.
+      room: [n] int, the number of slots that compete and stay.
+      number: [n] int, the number of slots that compete.
+    """
+
+    competes: np.ndarray
+    rank: Array
+    room: np.ndarray
+    number: np.ndarray
+
+
+def visible(score: Array, retention: Retention) -> Array:
+    """Returns the slots that each query sees under eviction token by token, [..., n, n] bool, query × slot.
+
+    Query t sees its own token, and what is left of the tokens before it.
+
+    Args:
+      score: [..., n] of the tokens of a text.
+      retention: the slots that stay.
+    """
+    n = score.shape[-1]
+    causal = np.tri(n, dtype=bool)
+    ranks = _ranks(score, retention)
+    kept = ranks.rank < ranks.room[:, None]
+    if retention.threshold is not None:
+        kept &= (score >= retention.threshold)[..., None, :]
+    return jnp.asarray(causal) & (~ranks.competes | kept)
+
+
+def soft_gates(score: Array, retention: Retention, *, temperature: float) -> Array:
+    """Returns a relaxation of `visible`, [..., n, n] float32: σ((score - θ) / temperature).
+
+    θ of a query is the midpoint of the lowest score that stays and the highest one that goes, which is a constant to
+    the gradient; the largest score + 1 where nothing that is not protected stays; at least the threshold. A gate is 1
+    for slots that are protected, and where nothing goes; and 0 for later tokens.
+
+    Args:
+      score: [..., n] float32.
+      retention: the slots that stay.
+      temperature: above 0.
+    """
+    gates = jnp.exp(_log_gates(score, retention, temperature))
+    return jnp.where(np.tri(score.shape[-1], dtype=bool), gates, 0.0)
+
+
+def gated_weights(
+    logits: Array,
+    score: Array,
+    retention: Retention,
+    *,
+    temperature: float,
+    relax: str = "st",
+    seen: Array | np.ndarray | None = None,
+) -> Array:
+    """Returns weights of attention through which gradients reach the scores, [..., n, n] float32.
+
+    Args:
+      logits: [..., n, n] float32, query × slot.
+      score: [..., n] float32, whose leading axes are broadcast against those of `logits`.
+      retention: the slots that stay.
+      temperature: of the gates; see `soft_gates`.
+      relax: ``st``, straight through: the weights are those of attention over `visible` slots, and the backward pass
+        takes these slots' gates for soft; ``soft``: soft gates multiply the weights in both passes.
+      seen: [..., n, n] bool, what may be seen without a budget: no later tokens, and always a query's own token; None =
+        all tokens up to the query's own.
+
+    Raises:
+      PolicyError: a relaxation that is not known.
+    """
+    choice_argument("relax", relax, RELAXATIONS)
+    if seen is None:
+        seen = np.tri(score.shape[-1], dtype=bool)
+    log_gates = _log_gates(score, retention, temperature)
+    if relax == "soft":
+        return jax.nn.softmax(jnp.where(seen, logits + log_gates, SMALLEST), axis=-1)
+    soft, hard = jnp.exp(log_gates), visible(score, retention) & seen
+    gates = hard.astype(jnp.float32) + jnp.where(seen, soft - jax.lax.stop_gradient(soft), 0.0)
+    # Evicted slots carry the gradient, so their exponentials must be finite too; but some visible one must not be 0.
+    most, own = (jnp.max(jnp.where(mask, logits, -jnp.inf), axis=-1, keepdims=True) for mask in (seen, hard))
+    largest = jax.lax.stop_gradient(jnp.minimum(most, own + FARTHEST))
+    # [..., n, n]
+    weights = gates * jnp.exp(jnp.where(seen, jnp.where(logits > largest, 0.0, logits - largest), SMALLEST))
+    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def decayed_weights(logits: Array, score: Array, seen: Array | np.ndarray | None = None) -> Array:
+    """Returns weights of attention that decay with a token's age (TRIM-KV, arXiv:2512.03324), [..., n, n] float32.
+
+    The softmax of logit + age · score, score = log β, age = the query's position less the token's.
+
+    Args:
+      logits: [..., n, n] float32, query × slot.
+      score: [..., n] float32 of at most 0, whose leading axes are broadcast against those of `logits`.
+      seen: see `gated_weights`.
+    """
+    n = score.shape[-1]
+    if seen is None:
+        seen = np.tri(n, dtype=bool)
+    return jax.nn.softmax(jnp.where(seen, logits + ages(n) * score[..., None, :], SMALLEST), axis=-1)
+
+
+def ages(n: int) -> np.ndarray:
+    """Returns the age of each token at each query, [n, n] float32, query × token; 0 for later tokens."""
+    at = np.arange(n, dtype=np.float32)
+    return np.maximum(at[:, None] - at, 0)
+
+
+def _ranks(score: Array, retention: Retention) -> _Ranks:
+    """See `_Ranks`."""
+    n, recent, sinks = score.shape[-1], retention.recent, retention.sinks
+    at = np.arange(n)
+    # [n]: the last token before the last eviction that precedes each query; -1 = there was none
+    before = at - 1
+    if retention.threshold is None:
+        first = retention.slots + retention.every - 1
+        before = np.where(before < first, -1, before - (before - first) % retention.every)
+    last = before - recent
+    competes = (at >= sinks) & (at <= last[:, None])
+    guarded = np.minimum(recent, before + 1) + np.clip(last + 1, 0, sinks)
+    # [..., n, n]: whether the first is better than the second
+    one, two = score[..., :, None], score[..., None, :]
+    better = ((one > two) | ((one == two) & (at[:, None] > at))) & (at >= sinks)[:, None]
+    # [..., n + 1, n]: among the first tokens
+    among = jnp.cumsum(better, axis=-2, dtype=jnp.int32)
+    among = jnp.concatenate([jnp.zeros_like(among[..., :1, :]), among], axis=-2)
+    rank = jnp.take(among, np.maximum(last + 1, 0), axis=-2)
+    return _Ranks(competes, rank, np.maximum(retention.slots - guarded, 0), competes.sum(axis=1))
+
+
+def _log_gates(score: Array, retention: Retention, temperature: float) -> Array:
+    """Returns the logarithms of `soft_gates` [..., n, n], and any numbers for later tokens."""
+    ranks, fixed = _ranks(score, retention), jax.lax.stop_gradient(score)[..., None, :]
+
+    def largest(mask: Array | np.ndarray) -> Array:
+        """[..., n, 1], -inf where there is none."""
+        return jnp.max(jnp.where(mask, fixed, -jnp.inf), axis=-1, keepdims=True)
+
+    room = ranks.room[:, None]
+    lowest, highest = (largest(ranks.competes & (ranks.rank == place)) for place in (room - 1, room))
+    border = jnp.where(room > 0, (lowest + highest) / 2, largest(ranks.competes) + 1)
+    full = ranks.number[:, None] > room
+    border = jnp.where(full, border, -jnp.inf)
+    gated = ranks.competes & full
+    if retention.threshold is not None:
+        border, gated = jnp.maximum(border, retention.threshold), ranks.competes
+    # A slot that is not gated has no gradient, also where there is no border.
+    margin = score[..., None, :] - jnp.where(gated, border, 0.0)
+    return jnp.where(gated, jax.nn.log_sigmoid(margin / temperature), 0.0)
