@@ -17,12 +17,13 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class ReplayedGradient(Importance):
-    """Ranks a slot by how much the hidden states of a replay of the prompt change with its weight in attention.
+    """Ranks a slot by how much the hidden states of a replay of the prompt change with its column of attention.
 
-    A gate g multiplies the exponential of each logit of the slot, for all queries of the replay and all query heads of
+    A gate g multiplies the attention probabilities of the slot, for all queries of the replay and all query heads of
     the KV head. Importance is the sum over chunks of |∂ Σ_i ‖h_i‖₂ / ∂g| at g = 1, where h_i is what leaves the last
-    layer for token i of the chunk's block, before the final norm. At g = 0 the slot is evicted, and the gradient is the
-    first-order change. It includes the changes of all later layers, which an attention probability does not.
+    layer for token i of the chunk's block, before the final norm: the first-order change when the slot adds nothing. It
+    includes the changes of all later layers, which an attention probability does not. A gate before the softmax would
+    have no gradient where a slot receives all of the attention.
 
     Attributes:
       replay: how the prompt is replayed, with ``by="gradient"``.
@@ -52,7 +53,7 @@ def kvgrad(
     sinks: int = 4,
     positions: str = "original",
 ) -> Evict:
-    """Keeps the slots whose weight in attention changes the hidden states of a replay of the prompt most.
+    """Keeps the slots whose attention changes the hidden states of a replay of the prompt most.
 
     The prompt is replayed as under `kvzip`, and a slot is worth the gradient of the norms of the replay's last hidden
     states with respect to a gate of the slot: see `ReplayedGradient`. Loss and gates are kvjax's own definition. The

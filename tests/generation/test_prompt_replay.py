@@ -1,11 +1,14 @@
 """Prompts that are replayed before they are compressed; tests/laws/test_slots.py compares what they keep."""
 
+import dataclasses
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies, storage
+from kvjax import policies, selection, storage
 from kvjax.cache import replay as storage_replay
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError, StorageError
@@ -13,6 +16,7 @@ from kvjax.generation.prefill import prefill
 from kvjax.generation.prompt_replay import chunk_tokens
 from kvjax.models.layer_loop import VARIABLE
 from kvjax.serve.prompts import Prompts
+from kvjax.storage.base import UNROTATED
 from tests.tiny import kept, random_tokens, tiny
 
 TOKENS, LENGTHS = random_tokens(2, 30), [30, 19]
@@ -69,7 +73,7 @@ def test_tokens_of_a_chunk():
 
 @pytest.mark.parametrize("policy", [POLICY, GRADIENT], ids=lambda policy: policy.name)
 def test_layers_as_a_loop(monkeypatch, policy):
-    model = tiny(layers=3).model
+    model = tiny(layers=3 if policy is POLICY else 2).model
     monkeypatch.setenv(VARIABLE, "stacked")
     looped = prompts(policy, own=model)
     monkeypatch.setenv(VARIABLE, "off")
@@ -86,14 +90,41 @@ def test_other_layers_keep_what_they_keep_alone():
             assert all(np.array_equal(*heads) for heads in zip(mine, theirs, strict=True))
 
 
-def test_codes_do_not_change_what_a_head_keeps():
-    """Slots are encoded after the eviction."""
-    assert_same_slots(prompts(CacheSpec(POLICY, storage.int4())), prompts())
+@pytest.mark.parametrize(
+    "cache",
+    [
+        CacheSpec(POLICY, storage.int4()),
+        CacheSpec(POLICY, storage.kivi(group=4, residual=8)),
+        CacheSpec(POLICY, dataclasses.replace(storage.int8(), frame=UNROTATED)),
+        CacheSpec(POLICY, selection=selection.quest(4, 8, first_layer=0)),
+        CacheSpec(POLICY, selection=selection.infinigen(alpha=4.0, first_layer=1, sinks=1, recent=2)),
+    ],
+    ids=lambda cache: cache.name,
+)
+def test_storage_and_selection_do_not_change_what_is_kept(cache):
+    """Slots are encoded, and indexed, after the eviction."""
+    assert_same_slots(prompts(cache), prompts())
 
 
 def test_a_decoding_policy_follows():
     got = prompts(policies.after_prefill(POLICY, then=policies.h2o(10)))
     assert_same_slots(got, prompts())
+
+
+def test_scores_are_constants_to_a_gradient():
+    """Also where the scores are gradients themselves."""
+    own = tiny(layers=1).model
+
+    def loss(params, policy):
+        model = dataclasses.replace(own, params=params)
+        return kvjax.log_likelihood(model, TOKENS, policy, prompt_length=np.array([20, 12])).logprobs.mean()
+
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(loss, policy=policy)))(own.params)
+        for policy in (policies.kvgrad(30, chunk=16), policies.full())
+    )
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6, rtol=1e-4)
 
 
 def test_a_server_runs_prompts_in_blocks():

@@ -94,7 +94,7 @@ def _one_token(
         x = x + linear(swish(linear(h, mlp["gate"])) * linear(h, mlp["up"]), mlp["down"])
 
 
-STEP = 1e-4  # of the logarithm of a gate
+STEP = 1e-4  # of a gate
 
 
 def _add_gradient(
@@ -115,7 +115,7 @@ def _norms(
     params: Mapping[str, Any], config: Any, tokens: Array, position: int, layers: list[list[Head]], policy: Policy,
     gate: tuple[int, int, int, float],
 ) -> float:  # fmt: skip
-    """The sum of the norms of what leaves the last layer; gate: of layer, KV head and slot, and its logarithm."""
+    """The sum of the norms of what leaves the last layer; gate: of layer, KV head and slot, less 1."""
     count, dim, group = len(tokens), config.head_dim, config.num_heads // config.num_kv_heads
     at, theta = position + np.arange(count), config.rope_theta
     x = params["embed"]["tokens"][tokens]
@@ -129,15 +129,15 @@ def _norms(
         outputs = []
         for number, head in enumerate(heads):
             held = head.key if policy.positions == "original" else rotate(head.key, head.position, theta)
-            more = np.zeros(len(held))
+            gates = np.ones(len(held) + count)
             if gate[:2] == (index, number):
-                more[gate[2]] = gate[3]
+                gates[gate[2]] += gate[3]
             mask = np.where(np.tri(count, dtype=bool), 0.0, -np.inf)
             for own in range(number * group, (number + 1) * group):
                 logits = np.hstack([query[:, own] @ held.T, query[:, own] @ key[:, number].T]) / math.sqrt(dim)
-                weights = np.exp(logits + np.hstack([np.tile(more, (count, 1)), mask]))
+                weights = np.exp(logits + np.hstack([np.zeros((count, len(held))), mask]))
                 weights /= weights.sum(axis=1, keepdims=True)
-                outputs.append(weights @ np.concatenate([head.value, value[:, number]]))
+                outputs.append((weights * gates) @ np.concatenate([head.value, value[:, number]]))
         x = x + linear(np.concatenate(outputs, axis=1), attention["out"])
         h = rms_norm(x, layer["mlp_norm"], config.norm_eps)
         x = x + linear(swish(linear(h, mlp["gate"])) * linear(h, mlp["up"]), mlp["down"])

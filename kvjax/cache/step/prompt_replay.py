@@ -45,26 +45,27 @@ def step(
     """
     assert group.replay is not None
     query, own, held = _rotated(layer, inputs, block, group, args)
+    held_value = layer.value
+    if group.replay.by == "gradient" and REPLAYED in layer.stats:
+        # The gates that a gradient is taken of, less 1, are where the scores will be.
+        gates = 1 + layer.stats[REPLAYED][..., None]
+        held_value = (held_value.astype(jnp.float32) * gates).astype(held_value.dtype)
     # [B, K, S + n, D] each, and [B, K, S + n]
-    key, value = (jnp.concatenate(each, axis=2) for each in ((held, own), (layer.value, inputs.value)))
+    key, value = (jnp.concatenate(each, axis=2) for each in ((held, own), (held_value, inputs.value)))
     own_at = jnp.broadcast_to(block.position[:, None], own.shape[:3])
     position = jnp.concatenate([layer.position, own_at], axis=2)
-    gates = None
-    if group.replay.by == "gradient" and REPLAYED in layer.stats:
-        # The logarithms of the gates that a gradient is taken of, where the scores will be.
-        gates = jnp.concatenate([layer.stats[REPLAYED], jnp.zeros(own_at.shape, jnp.float32)], axis=2)
 
     # In a gradient, probabilities are computed again in the backward pass, so that those of one layer exist at a time.
     @jax.checkpoint
-    def attend(query: Array, key: Array, value: Array, gates: Array | None) -> Array:
+    def attend(query: Array, key: Array, value: Array) -> Array:
         problem = attention.problem(
             query, key, value, query_position=block.position, key_position=position, scale=inputs.scale,
-            soft_cap=args.soft_cap, window=args.window, log_weight=gates,
+            soft_cap=args.soft_cap, window=args.window,
         )  # fmt: skip
         attended, _ = attention.attend_and_reduce(problem, "xla")
         return attention.ungroup(attended.output).astype(value.dtype)
 
-    output = attend(query, key, value, gates)
+    output = attend(query, key, value)
     if group.replay.by == "attention" and REPLAYED in layer.stats:
         scores = _scores(layer, query, (held, own), inputs, block, group.replay, args)
         layer = layer.replace(stats=layer.stats | {REPLAYED: scores})
