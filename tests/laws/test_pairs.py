@@ -42,8 +42,9 @@ pytestmark = pytest.mark.thorough
 # --- policies ---
 
 
-#: What chance keeps has another reference; a single layer cannot replay a prompt.
-APART = {"random", *examples.REPLAYED}
+#: A single layer cannot replay a prompt, and has neither parameters nor the weights of a model, which `critical` reads.
+OF_MODELS = {"triattention", "qfilters", "learned", "critical", *examples.REPLAYED}
+APART = {"random", *OF_MODELS}  # what chance keeps has another reference
 
 
 def build(package: Any, name: str, **more: Any) -> Any:
@@ -96,12 +97,8 @@ def averaged(kept: replay.Tokens, gone: replay.Tokens) -> None:
     standing += [1] * len(gone.position)
 
 
-#: What they rank by are parameters or weights of a model, which a layer by itself has not; `test_slots` has them.
-OF_MODELS = {"triattention", "qfilters", "learned", "critical"}
 OURS = by_name(policies) | {"random": policies.random(budget=0.5)}
 THEIRS = by_name(reference) | {"random": by_chance()}
-for name in OF_MODELS:
-    del OURS[name], THEIRS[name]
 MERGED = {name: (policies.MERGES[name](**arguments), fold) for name, (arguments, fold) in FOLDS.items()}
 MERGED["compensation"] = (policies.compensation(1), averaged)
 for name, (merge, _) in MERGED.items():
@@ -310,10 +307,9 @@ def test_pages_that_are_evicted_and_coded(look):
 
 def test_the_registries_are_covered():
     """With every name, and every policy that reads with the best selection."""
-    apart = OF_MODELS | {*examples.REPLAYED}
-    assert set(POLICIES) - apart < set(OURS) == set(THEIRS) == {case.policy for case in CASES}
+    assert set(POLICIES) - OF_MODELS < set(OURS) == set(THEIRS) == {case.policy for case in CASES}
     others = 2  # h2o[masked], by_page(counter)
-    assert len(OURS) == len(POLICIES) + len(COMBINATORS) - len(apart) + len(MERGED) + others
+    assert len(OURS) == len(POLICIES) + len(COMBINATORS) - len(OF_MODELS) + len(MERGED) + others
     assert set(STORAGES) - OTHERS == {name for case in CASES for name in case.codecs} == {"dense", *CODECS}
     assert set(SELECTIONS) - {"infinigen"} == set(LOOKS) == {case.look for case in CASES}
     met = set().union(*(case.covers() for case in CASES))
