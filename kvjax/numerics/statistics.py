@@ -333,7 +333,7 @@ def latest(history: int) -> Statistic:
 
 
 def recurrence(threshold: float) -> Statistic:
-    """Returns the statistic of when queries paid a slot at least a share (LazyEviction, arXiv:2506.15969, section 3.2).
+    """Returns the statistic of when queries paid a slot at least a share (LazyEviction, arXiv:2506.15969).
 
     Two numbers per slot: the age of the last such query, and the widest gap between two; see
     `kvjax.numerics.recurrence`.

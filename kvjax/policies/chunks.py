@@ -27,7 +27,7 @@ def looks_at_slots(scope: Scope) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkMean(Importance):
-    """Ranks a slot by the mean importance of its chunk, and in the chunk by its own (ChunkKV, Algorithm 1).
+    """Ranks a slot by the mean importance of its chunk, and in the chunk by its own (ChunkKV, arXiv:2502.00299).
 
     The prompt is divided into chunks of `chunk` positions, and importance is summed over the KV heads of the layer. The
     score is the number of slots that are evicted before: the chunks of the largest means stay whole as long as there is

@@ -30,7 +30,7 @@ def noncausal_mass(query: Array, key: Array, counted: Array, scale: float) -> Ar
     """Returns the attention that each token receives from all queries of its chunk, later and earlier ones.
 
     The softmax is over the tokens of the chunk, and the mean over the query heads that share a KV head (Compactor,
-    arXiv:2507.08143, section 3.2).
+    arXiv:2507.08143).
 
     Args:
       query: [B, K, G, C, t, D], rotated; C chunks of t tokens.

@@ -24,7 +24,7 @@ def _of_largest(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class GlobalOrLocal(Importance):
-    """Ranks a slot by its attention from all queries or from the newest ones, whichever is more (EMS, section 4.1).
+    """Ranks a slot by its attention from all queries or from the newest ones, whichever is more (arXiv:2412.08521).
 
     The larger of S / max S and S_w / max S_w, over the live slots of a head: S is the attention of all queries since
     the slot was written, and S_w that of the last `window` queries.
@@ -79,8 +79,8 @@ def ems(
       group_reduce: see `evict`.
       every: see `evict`.
 
-    The paper selects once, when the prompt ends, with a budget per head, and merges into classes of keys; here the rule
-    applies at every step.
+    Written from the paper's text, without its code: that the larger of the two shares counts, and the weights of the
+    merge, are choices of kvjax. The paper also gives heads budgets of their own.
     """
     return evict(
         importance=GlobalOrLocal(window), scope=Newest(recent), budget=budget, merge=SimilarKey(threshold),

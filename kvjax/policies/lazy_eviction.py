@@ -19,7 +19,7 @@ SMALLEST = 1e-12  # the least threshold of a share of attention
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence(Importance):
-    """Ranks a slot by how likely it is to be attended to again (LazyEviction, arXiv:2506.15969, section 3.2).
+    """Ranks a slot by how likely it is to be attended to again (LazyEviction, arXiv:2506.15969).
 
     2σ(-1 - a / gap) + 2σ(1 - gap), with a the number of positions since the last query that paid the slot at least
     `alpha`, and gap the most positions that it went without such a query before. A slot that no query has paid as much
