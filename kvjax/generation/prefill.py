@@ -37,7 +37,7 @@ from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_
 from kvjax.models import layer_loop
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import SIDES, SKEW
+from kvjax.models.decoder import POLICY, SIDES, SKEW
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
@@ -381,7 +381,7 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
 
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
-    def one(index: int, layer: Layer, own_parts: tuple[tuple[PyTree, PyTree], PyTree, Array]) -> Layer:
+    def one(index: int, layer: Layer, own_parts: tuple[tuple[PyTree, ...], PyTree, Array]) -> Layer:
         """Converts a layer that is like the one of an index, with arrays, budgets and a number of its own."""
         shared, budgets, number = own_parts
         rope = config.kind(index).rope
@@ -389,18 +389,19 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
         made = []
         for own, before, after, budget in zip(layer, layout.prompt[index], layout.decode[index], budgets, strict=True):
             # [K, D, D] and [K or 1, ...], of the group's heads
-            skew, sides = rows_of(shared, after.heads)
+            skew, sides, policy = rows_of(shared, after.heads)
             prompt = Prompt(kv.length, rope, frequencies, skew, sides)
             if before.replay is not None:
-                args = LayerArgs(scale=scale, soft_cap=config.attention_soft_cap, window=config.kind(index).window)
+                window = config.kind(index).window
+                args = LayerArgs(scale=scale, soft_cap=config.attention_soft_cap, window=window, params=policy)
                 own = evict_prompt(own, before, budget, prompt, kv.total, number, args)
             group = convert(own, before, after, prompt)
             made.append(constrain_slots(group, after.per_head) if after.slot_axes else group)
         return Layer(made)
 
-    def parts_of(index: int) -> tuple[tuple[PyTree, PyTree], PyTree, Array]:
+    def parts_of(index: int) -> tuple[tuple[PyTree, ...], PyTree, Array]:
         own = params[f"layer_{index}"]["attention"]
-        return (own.get(SKEW), own.get(SIDES)), kv.budget[index], jnp.int32(index)
+        return (own.get(SKEW), own.get(SIDES), own.get(POLICY)), kv.budget[index], jnp.int32(index)
 
     def entry(index: int, layer: Layer | LayerStack) -> Layer | LayerStack:
         if isinstance(layer, Layer):

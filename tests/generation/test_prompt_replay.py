@@ -17,6 +17,7 @@ from kvjax.generation.prompt_replay import chunk_tokens
 from kvjax.models.layer_loop import VARIABLE
 from kvjax.serve.prompts import Prompts
 from kvjax.storage.base import UNROTATED
+from tests.parameters import with_parameters
 from tests.tiny import kept, random_tokens, tiny
 
 TOKENS, LENGTHS = random_tokens(2, 30), [30, 19]
@@ -82,10 +83,12 @@ def test_layers_as_a_loop(monkeypatch, policy):
     assert_same_slots(looped, alone)
 
 
-def test_other_layers_keep_what_they_keep_alone():
+@pytest.mark.parametrize("other", [policies.h2o(9), policies.qfilters(9)], ids=lambda policy: policy.name)
+def test_other_layers_keep_what_they_keep_alone(other):
     """A layer under another policy holds the whole prompt for the replay, too."""
-    split = prompts(policies.split_layers(POLICY, policies.h2o(9)))
-    for layer, alone in enumerate((prompts(), prompts(policies.h2o(9)))):
+    own = with_parameters(tiny().model)
+    split = prompts(policies.split_layers(POLICY, other), own)
+    for layer, alone in enumerate((prompts(), prompts(other, own))):
         for mine, theirs in zip(split.kept(layer), alone.kept(layer), strict=True):
             assert all(np.array_equal(*heads) for heads in zip(mine, theirs, strict=True))
 

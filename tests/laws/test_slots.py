@@ -187,6 +187,7 @@ CASES = [
     Case("kvzip", {"budget": 0.5, "chunk": 9, "instruction": (5, 6, 7), "later": (8,), "sinks": 2}, "gqa", None),
     Case("kvzip", {"budget": 14, "plus": True}, "mha", 16),
     Case("kvzip", {"budget": 0.4, "chunk": 6, "plus": True, "positions": "cache"}, "gqa", 8),
+    Case("kvzip", {"budget": 0.5, "chunk": 12}, "mqa", None, within=("critical", {})),
     Case("kvgrad", {"budget": 0.5, "chunk": 15, "instruction": (9,)}, "gqa", None),
     Case("kvgrad", {"budget": 14, "sinks": 2, "positions": "cache"}, "mqa", 16),
     Case("kvzip", {"budget": 0.5, "chunk": 16, "later": (3, 1)}, "gqa", 8, within=("adakv", {"safeguard": 0.0})),

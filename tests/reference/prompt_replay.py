@@ -32,7 +32,10 @@ def kvzip(
 
     replay = Replay(tuple(instruction), tuple(instruction if later is None else later), chunk, sinks, plus)
     statistics = {"replayed": Statistic(lambda old, block: old)}
-    return Policy(budget, rank, statistics, at_prompt_end_only=True, replay=replay, **options)
+    return Policy(
+        budget, rank, statistics, at_prompt_end_only=True, replay=replay,
+        importance=lambda view: view.stats["replayed"], **options,
+    )  # fmt: skip
 
 
 def kvgrad(

@@ -219,7 +219,7 @@ def evict_prompt(
     made = Operands(layer.key, placed, (layer.value,), placed)
     per_slot = PerSlot(layer.stats, {name: layer.index[name] for name in group.selection.per_slot})
     frame = KeyFrame(original, prompt.rope, prompt.frequencies)
-    seen = QueryView(frame, layer.memory, args.scale, args.soft_cap, args.window)
+    seen = QueryView(frame, layer.memory, args.scale, args.soft_cap, args.window, args.params or {})
     own = dataclasses.replace(group, replay=None, evicts_one=False)
     after, moved, memory = finish(pool, per_slot, block, own, budget, rotation, made, seen)
     return after.replace(stats=moved.stats, index=layer.index | moved.index, memory=memory)
