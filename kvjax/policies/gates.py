@@ -50,10 +50,10 @@ class Gate(Parameters):
         return OUTPUTS[self.output](self.raw(params, token))
 
     def initial(self, key: Array, sizes: ModelSizes) -> dict[str, Array]:
-        """Returns one layer's parameters before training: matrices of a normal distribution, and zeros.
+        """Returns one layer's parameters, [K or 1, ...], before training: normal matrices, and zeros.
 
         Args:
-          key: of random numbers.
+          key: [] of random numbers.
           sizes: of the model.
         """
         made = {}

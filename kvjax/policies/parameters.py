@@ -68,7 +68,7 @@ class Parameters:
         raise NotImplementedError
 
     def prepare(self, samples: TextSamples, sizes: ModelSizes) -> dict[str, np.ndarray]:
-        """Computes one layer's arrays from a text.
+        """Computes one layer's arrays, [K or 1, ...] as `parts` says, from a text.
 
         Args:
           samples: of the layer.

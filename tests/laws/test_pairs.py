@@ -34,7 +34,7 @@ from tests.storage.against import of_reference
 
 HEADS, KV_HEADS, DIM, WIDTH, STEPS, BLOCK, THETA = 4, 2, 8, 12, 10, 6, 10_000.0
 LENGTHS = np.array([12, 6, 9])  # row 1 has no token in the second block
-SEED = 2  # of random()
+SEED = 4
 MEMORIES: tuple[Memory, ...] = ("device", "host", ("device", "host"))
 
 pytestmark = pytest.mark.thorough

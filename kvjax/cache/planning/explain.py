@@ -31,7 +31,8 @@ def explain(layout: "CacheLayout") -> str:
     alike: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for layer, groups in enumerate(layout.decode):
         for group in groups:
-            about = (*_shares(group, layout), *(f"not {reason}" for reason in group.reasons))
+            own = (*_shares(group, layout), *_policy(group, layout))
+            about = (*own, *(f"not {reason}" for reason in group.reasons))
             alike.setdefault((_describe(group, layout), about), []).append(layer)
     for (text, about), layers in alike.items():
         lines.append(f"  layers {_ranges(layers)}: {text}")
@@ -95,6 +96,24 @@ def _shares(group: Group, layout: "CacheLayout") -> tuple[str, ...]:
         f"one is known after arrays are allocated, so that each has room for {max_share / average:.2f} times the "
         "average; adakv(..., max_share=) limits it",
     )
+
+
+def _policy(group: Group, layout: "CacheLayout") -> tuple[str, ...]:
+    """Says when a policy evicts, if not one slot in each step, and what it keeps besides slots."""
+    policy, found = group.policy, []
+    if policy.every > 1:
+        found.append(f"a head that holds {policy.every} slots more than its budget evicts as many at once")
+    if policy.budget is not None and policy.budget.beyond_prompt:
+        found.append("the slots of the prompt stay, and do not count against the budget")
+    if policy.budget is not None and policy.budget.evicts_early:
+        found.append("slots below a threshold are evicted early; arrays have room for the whole budget")
+    if group.memory:
+        made = jax.eval_shape(functools.partial(empty, group, 1, layout.kv_heads, layout.head_dim, layout.dtype))
+        held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made.memory))
+        found.append(f"a memory of {size(held)} per row, besides slots")
+    if names := [each.name for each in policy.params]:
+        found.append(f"reads parameters {', '.join(names)}, which rows have in common")
+    return tuple(found)
 
 
 def _used(group: Group, layout: "CacheLayout") -> str:
