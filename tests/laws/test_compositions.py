@@ -148,7 +148,7 @@ def test_a_row_alone_and_more_room_than_tokens(name):
 
 def test_every_pair_is_allowed_or_refused_when_it_is_built():
     # What the others take is in test_values and test_scores.
-    alone = {"from_layer", "by_page", "caote", "value_aware", "chunkkv", "phases"}
+    alone = {"from_layer", "by_page", "caote", "value_aware", "chunkkv", "critical", "phases"}
     assert set(COMBINATORS) == {"with_heavy_hitters", "value_norm", "adakv", "after_prefill"} | alone
     built = set(compositions())
     for name in POLICIES:

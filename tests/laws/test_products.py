@@ -69,7 +69,7 @@ def compressed(take, layout, budgets, row):
     for own, before, after, budget in zip(
         take(row), layout.prompt[LAYER], layout.decode[LAYER], budgets.prompt[LAYER], strict=True
     ):
-        left = evict_prompt(own, before, budget, prompt, row, jnp.int32(LAYER), DIM**-0.5)
+        left = evict_prompt(own, before, budget, prompt, row, jnp.int32(LAYER), LayerArgs(scale=DIM**-0.5))
         made.append(convert(left, before, after, prompt))
     return Layer(made)
 
