@@ -19,11 +19,11 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import GATES, Decoder, run_layer
 from kvjax.models.gates import Gates
 from kvjax.models.model import Model
-from kvjax.models.nested import Nested
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.policies.window import full
 from kvjax.summary import one_line
+from kvjax.typing import PyTree
 
 Array = jax.Array
 WARM, SLOW = (
@@ -278,8 +278,24 @@ def gate_loss(
     return answers + penalty * jnp.mean(gates)
 
 
+class LayerInputs(NamedTuple):
+    """The inputs of a layer's attention for a whole text.
+
+    Attributes:
+      hidden: [B, T, E], the input of the projections.
+      query: [B, H, T, D], not rotated.
+      key: [B, K, T, D], not rotated.
+      value: [B, K, T, D].
+    """
+
+    hidden: Array
+    query: Array
+    key: Array
+    value: Array
+
+
 def hidden_states(
-    params: Params, gates: Sequence[Gates | Nested] | None, tokens: Array, lengths: Array, *, config: DecoderConfig
+    params: Params, gates: Sequence[PyTree] | None, tokens: Array, lengths: Array, *, config: DecoderConfig
 ) -> Array:
     """Computes the last hidden states of whole texts, [B, T, E]; a gradient holds one layer at a time.
 
@@ -290,6 +306,13 @@ def hidden_states(
       lengths: [B] int32.
       config: the decoder.
     """
+    return run_text(params, gates, tokens, lengths, config=config)[0]
+
+
+def run_text(
+    params: Params, gates: Sequence[PyTree] | None, tokens: Array, lengths: Array, *, config: DecoderConfig
+) -> tuple[Array, list[LayerInputs]]:
+    """Returns what `hidden_states` does, and the inputs of the attention of each layer."""
     dtype = params["embed"]["tokens"].dtype
     decoder = Decoder(config, dtype)
     # [B, T]
@@ -297,17 +320,20 @@ def hidden_states(
     position = jnp.where(position < lengths[:, None], position, -1)
     block = Block(position=position, prompt=lengths, total=lengths, budget=((None,),) * config.num_layers)
 
-    def layer(index: int, own: Params, x: Array) -> Array:
-        return run_layer(
+    def layer(index: int, own: Params, x: Array) -> tuple[Array, LayerInputs]:
+        made = run_layer(
             own, x, None, block.of_layer(index), None, config=config, kind=config.kind(index), dtype=dtype,
             groups=(Group(policy=full()),),
-        ).x  # fmt: skip
+        )  # fmt: skip
+        return made.x, LayerInputs(made.entered, *made.projected)
 
     # [B, T, hidden]
     x = cast(Array, decoder.apply({"params": params}, tokens, block, method="enter"))
+    inputs = []
     for index in range(config.num_layers):
         own = params[f"layer_{index}"]
         if gates is not None:
             own = {**own, "attention": {**own["attention"], GATES: gates[index]}}
-        x = jax.checkpoint(functools.partial(layer, index))(own, x)
-    return cast(Array, decoder.apply({"params": params}, x, method="leave"))
+        x, entered = jax.checkpoint(functools.partial(layer, index))(own, x)
+        inputs.append(entered)
+    return cast(Array, decoder.apply({"params": params}, x, method="leave")), inputs

@@ -44,9 +44,9 @@ CHOICES = "choices"  # optional collection, index of a layer -> `Choice` of each
 SEEN = "seen"  # optional collection, index of a layer -> the operands of attention by group of heads, and `Streams`
 POLICY = "policy"  # optional parameters of an attention, {name of `Parameters`: {part: [K or 1, ...]}}
 SHIFT = "shift"  # optional parameters of an attention, added to {"key": [B, K, n, D], "value": ...}, for gradients
-GATES = (
-    "gates"  # optional parameter of an attention that replaces its output: `models.gates.Gates`, `models.nested.Nested`
-)
+#: Optional parameter of an attention that replaces its output: `models.gates.Gates`, `models.nested.Nested`, or
+#: `kvjax.training.GatedAttention`.
+GATES = "gates"
 
 
 class Streams(NamedTuple):
@@ -204,7 +204,7 @@ class Attention(nn.Module):
                 args = args._replace(out_kernel=as_matrix(self.variables["params"]["out"]["kernel"]))
         output, after, seen = step_layer(layer, query, key, value, block=block, groups=groups, args=args)
         if layer is None and (gates := optional.get(GATES)) is not None:
-            output = gates.blend(output, query, key, value, block, args)
+            output = gates.blend(output, query, key, value, block, args._replace(hidden=x))
         # [B, n, H * D]
         output = jnp.swapaxes(output, 1, 2).reshape(batch, n, config.num_heads * config.head_dim)
         output = sharding.constrain_heads(output, config.num_heads, enters=True)

@@ -109,7 +109,7 @@ def visible(score: Array, retention: Retention) -> Array:
     return jnp.asarray(causal) & (~ranks.competes | kept)
 
 
-def soft_gates(score: Array, retention: Retention, *, temperature: float) -> Array:
+def soft_gates(score: Array, retention: Retention, *, temperature: float | Array) -> Array:
     """Returns a relaxation of `visible`, [..., n, n] float32: σ((score - θ) / temperature).
 
     θ of a query is the midpoint of the lowest score that stays and the highest one that goes, which is a constant to
@@ -130,9 +130,8 @@ def gated_weights(
     score: Array,
     retention: Retention,
     *,
-    temperature: float,
+    temperature: float | Array,
     relax: str = "st",
-    seen: Array | np.ndarray | None = None,
 ) -> Array:
     """Returns weights of attention through which gradients reach the scores, [..., n, n] float32.
 
@@ -143,19 +142,16 @@ def gated_weights(
       temperature: of the gates; see `soft_gates`.
       relax: ``st``, straight through: the weights are those of attention over `visible` slots, and the backward pass
         takes these slots' gates for soft; ``soft``: soft gates multiply the weights in both passes.
-      seen: [..., n, n] bool, what may be seen without a budget: no later tokens, and always a query's own token; None =
-        all tokens up to the query's own.
 
     Raises:
       PolicyError: a relaxation that is not known.
     """
     choice_argument("relax", relax, RELAXATIONS)
-    if seen is None:
-        seen = np.tri(score.shape[-1], dtype=bool)
+    seen = np.tri(score.shape[-1], dtype=bool)
     log_gates = _log_gates(score, retention, temperature)
     if relax == "soft":
         return jax.nn.softmax(jnp.where(seen, logits + log_gates, SMALLEST), axis=-1)
-    soft, hard = jnp.exp(log_gates), visible(score, retention) & seen
+    soft, hard = jnp.exp(log_gates), visible(score, retention)
     gates = hard.astype(jnp.float32) + jnp.where(seen, soft - jax.lax.stop_gradient(soft), 0.0)
     # Evicted slots carry the gradient, so their exponentials must be finite too; but some visible one must not be 0.
     most, own = (jnp.max(jnp.where(mask, logits, -jnp.inf), axis=-1, keepdims=True) for mask in (seen, hard))
@@ -165,7 +161,7 @@ def gated_weights(
     return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
-def decayed_weights(logits: Array, score: Array, seen: Array | np.ndarray | None = None) -> Array:
+def decayed_weights(logits: Array, score: Array) -> Array:
     """Returns weights of attention that decay with a token's age (TRIM-KV, arXiv:2512.03324), [..., n, n] float32.
 
     The softmax of logit + age · score, score = log β, age = the query's position less the token's.
@@ -173,11 +169,9 @@ def decayed_weights(logits: Array, score: Array, seen: Array | np.ndarray | None
     Args:
       logits: [..., n, n] float32, query × slot.
       score: [..., n] float32 of at most 0, whose leading axes are broadcast against those of `logits`.
-      seen: see `gated_weights`.
     """
     n = score.shape[-1]
-    if seen is None:
-        seen = np.tri(n, dtype=bool)
+    seen = np.tri(n, dtype=bool)
     return jax.nn.softmax(jnp.where(seen, logits + ages(n) * score[..., None, :], SMALLEST), axis=-1)
 
 
@@ -209,7 +203,7 @@ def _ranks(score: Array, retention: Retention) -> _Ranks:
     return _Ranks(competes, rank, np.maximum(retention.slots - guarded, 0), competes.sum(axis=1))
 
 
-def _log_gates(score: Array, retention: Retention, temperature: float) -> Array:
+def _log_gates(score: Array, retention: Retention, temperature: float | Array) -> Array:
     """Returns the logarithms of `soft_gates` [..., n, n], and any numbers for later tokens."""
     ranks, fixed = _ranks(score, retention), jax.lax.stop_gradient(score)[..., None, :]
 
