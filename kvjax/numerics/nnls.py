@@ -66,11 +66,11 @@ def nnls(matrix: Array, target: Array, start: Array) -> Array:
         def refined(_: int, x: Array) -> Array:
             # [m], then [n]
             residual = target - jnp.matmul(unit, x, precision=HIGHEST)
-            descent = jnp.where(passive, jnp.matmul(unit.T, residual, precision=HIGHEST), 0.0)
+            descent = jnp.where(passive, jnp.matmul(residual, unit, precision=HIGHEST), 0.0)
             return x + jax.scipy.linalg.cho_solve((factor, True), descent)
 
         x = jax.lax.fori_loop(0, 1 + REFINEMENTS, refined, jnp.zeros(gram.shape[0], jnp.float32))
-        return x, -jnp.matmul(unit.T, target - jnp.matmul(unit, x, precision=HIGHEST), precision=HIGHEST)
+        return x, -jnp.matmul(target - jnp.matmul(unit, x, precision=HIGHEST), unit, precision=HIGHEST)
 
     def checked(passive: Array) -> tuple[Array, Array]:
         x, gradient = solved(passive)

@@ -10,18 +10,22 @@ import pytest
 import kvjax
 from kvjax import policies, storage
 from kvjax.cache import CacheSpec
+from kvjax.cache.groups import Group
 from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.planning.lowering import lower
+from kvjax.cache.state import Block
 from kvjax.cache.step import evict
 from kvjax.errors import PolicyError
 from kvjax.generation.continue_cache import extend
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.prefill import prefill
 from kvjax.generation.prompt_replay import chunk_tokens
+from kvjax.models.bound import bind
 from kvjax.policies.components import KeyFrame
 from kvjax.policies.matched import LOG_WEIGHT
 from kvjax.policies.row_memory import Queries
 from tests import layers
+from tests.conftest import ROOT
 from tests.reference import matched as reference
 from tests.tiny import random_tokens, tiny
 
@@ -47,25 +51,27 @@ def arrays(seed: int = 0) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-def view_of(own: dict[str, jax.Array]) -> policies.View:
+def view_of(own: dict[str, jax.Array], kept: int = KEPT) -> policies.View:
     prompt = jnp.sum(own["position"][:, 0] >= 0, axis=1, dtype=jnp.int32)
     queries = {"query": own["query"], "position": own["position"]}
-    budget = jnp.full(prompt.shape, KEPT, jnp.int32)
+    budget = jnp.full(prompt.shape, kept, jnp.int32)
     return policies.View(
         own["position"], own["key"], own["value"], prompt - 1, budget, prompt, 0, False, None, KeyFrame(),
-        {MEMORY.name: queries}, DIM**-0.5, most_left=KEPT,
+        {MEMORY.name: queries}, own["key"].shape[3] ** -0.5, most_left=kept,
     )  # fmt: skip
 
 
-def run(given: dict[str, np.ndarray], ridge: float = 1e-3, **changes: object) -> tuple[np.ndarray, policies.Folded]:
+def run(
+    given: dict[str, np.ndarray], ridge: float = 1e-3, kept: int = KEPT, **changes: object
+) -> tuple[np.ndarray, policies.Folded]:
     """Ranks, evicts and folds, as the end of a prompt does: what is evicted, and what is left."""
     policy = policies.matched(KEPT, ridge=ridge)
 
     def compact(given: dict[str, jax.Array]) -> tuple[jax.Array, policies.Folded]:
-        view = view_of(given)._replace(**changes)
+        view = view_of(given, kept)._replace(**changes)
         stats = {LOG_WEIGHT: jnp.zeros(view.position.shape)}
         victim = evict.victims(policy, stats, view, one=False)
-        return victim, policy.merge.fold(view.key, view.value, victim, stats, view, SLOTS)
+        return victim, policy.merge.fold(view.key, view.value, victim, stats, view, view.position.shape[2])
 
     return jax.jit(compact)(given)
 
@@ -97,8 +103,9 @@ def test_it_is_the_reference():
 def attended(given, keep, value, log_weight, row, head, cap=None) -> np.ndarray:
     """[N, D] the outputs of the prompt's queries over some slots."""
     real = given["position"][row, head] >= 0
-    query = given["query"][row, head][:, real].reshape(-1, DIM).astype(np.float64)
-    logits = query @ given["key"][row, head][keep].astype(np.float64).T / np.sqrt(DIM)
+    query = given["query"][row, head][:, real].reshape(-1, given["query"].shape[-1]).astype(np.float64)
+    key = given["key"][row, head][keep].astype(np.float64)
+    logits = query @ key.T / np.sqrt(key.shape[1])
     logits = logits if cap is None else cap * np.tanh(logits / cap)
     return reference.softmax(logits + log_weight[keep]) @ value[keep].astype(np.float64)
 
@@ -124,6 +131,62 @@ def test_outputs_come_nearer(options):
     assert (np.array(after) <= np.array(before) * (1 + 1e-5)).all()
     if "ridge" not in options:
         assert sum(after) < 0.4 * sum(before)
+
+
+@functools.cache
+def trained(length: int = 300) -> dict[str, np.ndarray]:
+    """Queries, keys and values of a text in kvjax-tiny, whose layers are the rows."""
+    model = kvjax.load("kvjax-tiny")
+    config, rope = model.config, model.config.rope
+    tokens = np.asarray(model.tokenizer.encode((ROOT / "CONTRIBUTING.md").read_text()))[None, :length]
+    n = jnp.full((1,), length, jnp.int32)
+    place = jnp.arange(length, dtype=jnp.int32)[None]
+    block = Block(position=place, prompt=n, total=n, budget=((None,),) * config.num_layers)
+    phase = ((Group(),),) * config.num_layers
+
+    @jax.jit
+    def project(params, tokens):
+        found = bind(config, params).projected(tokens, block, phase)[1]
+        query, key, value = (jnp.concatenate([found[i][part] for i in range(config.num_layers)]) for part in range(3))
+        turned = (rope.rotate(x, place, rope.frequencies(n)) for x in (query, key))
+        return *turned, value
+
+    query, key, value = (np.asarray(x) for x in project(model.params, jnp.asarray(tokens)))
+    position = np.broadcast_to(np.arange(length, dtype=np.int32), key.shape[:3])
+    return {
+        "query": query.reshape(*key.shape[:2], -1, *query.shape[2:]), "key": key, "value": value, "position": position,
+    }  # fmt: skip
+
+
+def test_a_tenth_of_a_text_is_nearer_than_under_any_eviction():
+    """In all heads of a trained model: H2O, SnapKV, and a window with sinks, with as many slots."""
+    given, kept = trained(), 30
+    length, dim = given["key"].shape[2:]
+    victim, folded = run(given, kept=kept)
+    for row, head in np.ndindex(*given["key"].shape[:2]):
+        logits = np.einsum("gnd,sd->gns", given["query"][row, head], given["key"][row, head]) / np.sqrt(dim)
+        causal = np.where(np.tri(length, dtype=bool), logits, -np.inf)
+        paid = np.exp(causal - causal.max(axis=2, keepdims=True))
+        paid = (paid / paid.sum(axis=2, keepdims=True)).mean(axis=0)
+        age = np.arange(length)
+        observed = np.convolve(paid[-16:].sum(axis=0), np.ones(5) / 5, mode="same")
+        ranks = {
+            "h2o": np.where(age >= length - kept // 2, np.inf, paid.sum(axis=0)),
+            "snapkv": np.where(age >= length - 16, np.inf, observed),
+            "window": np.where(age < 4, np.inf, age),
+        }
+        value, none, every = given["value"][row, head], np.zeros(length), np.ones(length, bool)
+        whole = attended(given, every, value, none, row, head)
+
+        def error(keep, value, weights):
+            return np.sum((attended(given, keep, value, weights, row, head) - whole) ** 2)  # noqa: B023
+
+        weights = np.asarray(folded.stats[LOG_WEIGHT])[row, head]
+        own = error(~np.asarray(victim)[row, head], np.asarray(folded.value)[row, head], weights)
+        for name, rank in ranks.items():
+            keep = np.zeros(length, bool)
+            keep[np.argsort(rank, kind="stable")[-kept:]] = True
+            assert own < error(keep, value, none), (name, row, head)
 
 
 def test_a_row_by_itself_and_in_wider_arrays():
@@ -163,7 +226,8 @@ def test_queries_are_evenly_spaced_however_they_arrive():
 
 def test_queries_of_a_replay_are_those_of_all_of_its_blocks():
     """In their order, with the tokens that are repeated before a chunk."""
-    tokens, lengths = np.arange(100, 126)[None].repeat(3, axis=0), np.array([26, 11, 10])
+    tokens = np.arange(100, 126, dtype=np.int32)[None].repeat(3, axis=0)
+    lengths = np.array([26, 11, 10], np.int32)
     replay = policies.Replay(instruction=(1, 2, 3), later=(4,), chunk=10)
     for number in (60, 8):
         memory = policies.ReplayQueries(number, replay=replay).bound(26, 2)
@@ -184,6 +248,7 @@ def test_queries_of_a_replay_are_those_of_all_of_its_blocks():
             assert (np.asarray(made["position"])[row, 0] >= 0).sum() == count
 
 
+@pytest.mark.thorough
 def test_weights_are_seen_by_whatever_follows():
     """Tokens that are fed in one block, one at a time, and as a text have the same scores; without weights, others."""
     model = tiny("gqa", 0, layers=2).model
