@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +13,8 @@ from kvjax import policies, selection, storage
 from kvjax.cache import replay as storage_replay
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError, StorageError
-from kvjax.generation.prefill import prefill
+from kvjax.generation.options import CacheOptions
+from kvjax.generation.prefill import prefill, prefill_steps, prepare
 from kvjax.generation.prompt_replay import chunk_tokens
 from kvjax.models.layer_loop import VARIABLE
 from kvjax.serve.prompts import Prompts
@@ -211,3 +213,30 @@ def test_a_mesh_is_refused():
     mesh = jax.sharding.AbstractMesh((2,), ("data",))
     with jax.sharding.use_abstract_mesh(mesh), pytest.raises(PolicyError, match="has not been done on a mesh so far"):
         prompts()
+
+
+def _largest(jaxpr):
+    """The most numbers of an array that a program makes."""
+    sizes = [0]
+    for equation in jaxpr.eqns:
+        sizes += [each.aval.size for each in equation.outvars if hasattr(each.aval, "size")]
+        sizes += [_largest(inner) for inner in jax.core.jaxprs_in_params(equation.params)]
+    return max(sizes)
+
+
+@pytest.mark.parametrize("make", [policies.kvzip, policies.kvgrad], ids=["kvzip", "kvgrad"])
+def test_memory_is_linear_in_the_prompt(make):
+    """No array has a number for each pair of a query and a slot of the prompt."""
+
+    def largest(length):
+        model, lengths = tiny().model, np.array([length])
+        options = CacheOptions(prefill_block=128, limits=kvjax.Limits(length, 1, length))
+        prepared = prepare(model, CacheSpec(make(64, chunk=128)), lengths, lengths, width=length, options=options)
+        arrays = jnp.zeros((1, length), jnp.int32), jnp.asarray(lengths, jnp.int32)
+        run = functools.partial(prefill_steps, config=model.config, layout=prepared.layout, score=False)
+        budgets = jax.tree.map(jnp.asarray, prepared.budgets)
+        made = jax.make_jaxpr(run)(model.params, *arrays, arrays[1], budgets.prompt, budgets.decode)
+        return _largest(made.jaxpr)
+
+    # The logits of a chunk of four query heads are one of them.
+    assert 4 * 128 * 1024 <= largest(1024) < 1024**2 and largest(2048) < 2.1 * largest(1024)
