@@ -43,7 +43,9 @@ def test_equals_one_device(results, name):
     coded = not CASES[name].storage.exact
     # A number halfway between two codes may be rounded to either; the next tokens then attend to another number.
     assert result["logprob_error"] < (5e-3 if coded else 1e-5), result
-    assert result["cache_error"] < 1e-4 + 1.01 * result["code_step"], result
+    # The condition of a fit multiplies the rounding of its values and weights.
+    rounding = 1e-3 if CASES[name].policy == "matched" else 1e-4
+    assert result["cache_error"] < rounding + 1.01 * result["code_step"], result
 
 
 @pytest.mark.parametrize("name", CASES)
