@@ -1,0 +1,120 @@
+"""Losses of gates against their definitions, on the attention of a tiny model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies, training
+from kvjax.errors import PolicyError
+from kvjax.generation.prefill import prefill
+from tests.tiny import kept, random_tokens, tiny
+
+TOKENS = random_tokens(2, 24, seed=4)
+TEMPERATURE = jnp.float32(0.5)
+
+
+def made(gate, slots=8):
+    model = tiny().model
+    setup = training.Setup(model.config, gate, (training.Retention(slots, recent=2),) * model.config.num_layers)
+    return model, setup, setup.initial(jax.random.key(1))
+
+
+def loss(objective, model, setup, gates):
+    tokens = jnp.asarray(TOKENS)
+    return jax.jit(lambda gates: objective.loss(setup, model.params, gates, tokens, TEMPERATURE))(gates)
+
+
+def layer_inputs(model):
+    """The inputs of each layer's attention, and the attention [B, K, G, T, T] in float64."""
+    lengths = jnp.full(2, TOKENS.shape[1], jnp.int32)
+    _, inputs = training.objectives.run_text(model.params, None, jnp.asarray(TOKENS), lengths, config=model.config)
+    return inputs
+
+
+def test_next_tokens_are_those_of_a_trained_calibration():
+    """The loss is that of `learned` with the calibration of the same gates, token by token."""
+    gate = policies.MlpGate(4)
+    model, setup, gates = made(gate)
+    got = loss(training.NextToken(), model, setup, gates)
+    calibration = training.calibration_of(model, gate, gates)
+    policy = setup.retention[0].policy(gate)
+    expected = kvjax.log_likelihood(model, TOKENS, policy, prompt_length=1, calibration=calibration).logprobs
+    assert float(got) == pytest.approx(-float(np.mean(expected)), abs=2e-5)
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_replays_are_what_kvzip_ranks_by(plus):
+    """The largest scores are of the slots that it keeps."""
+    model, policy = tiny().model, policies.kvzip(10, sinks=0, chunk=16, plus=plus)
+    replayer = training.Replayer.of(model, policy, 2, TOKENS.shape[1])
+    found = jax.jit(replayer.scores)(model.params, jnp.asarray(TOKENS))
+    state = prefill(model, TOKENS, policy, max_new_tokens=1).state
+    for row in range(2):
+        for layer, heads in enumerate(kept(state, row)):
+            for head, positions in enumerate(heads):
+                best = np.argsort(np.asarray(found[layer][row, head]), kind="stable")[-10:]
+                assert sorted(best.tolist()) == positions
+    with pytest.raises(PolicyError, match="h2o replays no prompt"):
+        training.Replayer.of(model, policies.h2o(4), 2, TOKENS.shape[1])
+
+
+@pytest.mark.parametrize("form", ["log", "cross_entropy"])
+def test_replayed_scores(form):
+    gate = policies.LinearGate(output="sigmoid" if form == "cross_entropy" else "none")
+    model, setup, gates = made(gate)
+    replayer = training.Replayer.of(model, policies.kvzip(10, plus=form == "log"), 2, TOKENS.shape[1])
+    objective = training.ReplayedScore(replayer, form)
+    targets = jax.jit(replayer.scores)(model.params, jnp.asarray(TOKENS))
+    expected = []
+    for own, inputs, z in zip(gates, layer_inputs(model), np.asarray(targets, np.float64), strict=True):
+        score = np.einsum("bne,ke->bkn", np.asarray(inputs.hidden, np.float64), own["kernel"])
+        if form == "log":
+            expected.append(np.mean((score - np.log(z)) ** 2))
+        else:
+            share = 1 / (1 + np.exp(-score))
+            expected.append(-np.mean(z * np.log(share) + (1 - z) * np.log(1 - share)))
+    assert float(loss(objective, model, setup, gates)) == pytest.approx(np.mean(expected), rel=1e-4)
+    wrong = policies.SinkGate(output="log_sigmoid") if form == "cross_entropy" else None
+    if wrong is not None:
+        with pytest.raises(PolicyError, match=r"must return a number in \[0, 1\]"):
+            objective.check(wrong)
+
+
+def test_distillation():
+    """Nothing is lost where nothing decays; what is held beyond the budget counts."""
+    gate = policies.LinearGate(output="log_sigmoid")
+    model, setup, gates = made(gate, slots=6)
+    gates = [{"kernel": 0 * each["kernel"], "bias": each["bias"] + 30} for each in gates]
+    assert float(loss(training.Distillation(0.0), model, setup, gates)) == pytest.approx(0.0, abs=1e-5)
+    held = np.mean([max(0, t + 1 - 6) for t in range(TOKENS.shape[1])])
+    assert float(loss(training.Distillation(0.5), model, setup, gates)) == pytest.approx(0.5 * held, rel=1e-4)
+    gates = [each | {"bias": each["bias"] - 30} for each in gates]
+    # β = 1/2: a geometric series.
+    held = np.mean([max(0, 2 * (1 - 0.5 ** (t + 1)) - 1) for t in range(TOKENS.shape[1])])
+    one = training.Setup(setup.config, gate, (training.Retention(1),) * len(gates))
+    with_capacity, without = (loss(training.Distillation(weight), model, one, gates) for weight in (1.0, 0.0))
+    assert float(with_capacity - without) == pytest.approx(held, rel=1e-4) and float(without) > 0.01
+    with pytest.raises(PolicyError, match="must return log β"):
+        training.Distillation().check(policies.MlpGate())
+
+
+def test_answers():
+    gate = policies.LinearGate()
+    model, setup, gates = made(gate)
+    prompt, rope, expected = 16, model.config.rope, []
+    at = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (2, 24))
+    for own, inputs in zip(gates, layer_inputs(model), strict=True):
+        frequencies = rope.frequencies(jnp.full(2, 24, jnp.int32))
+        query, key = (np.asarray(rope.rotate(x, at, frequencies), np.float64) for x in (inputs.query, inputs.key))
+        logits = np.einsum("bkgtd,bkjd->bkgtj", query.reshape(2, 2, 2, 24, 8), key) / np.sqrt(8)
+        weights = np.where(np.tri(24, dtype=bool), np.exp(logits), 0)
+        weights /= weights.sum(axis=-1, keepdims=True)
+        target = weights[..., prompt:, :prompt].max(axis=(2, 3))
+        score = np.einsum("bne,ke->bkn", np.asarray(inputs.hidden, np.float64), own["kernel"])[..., :prompt]
+        distance = np.abs(score - target)
+        smooth = np.where(distance < 1, distance**2 / 2, distance - 0.5)
+        expected.append(smooth.mean() + 0.0025 * np.mean((score[..., 1:] - score[..., :-1]) ** 2))
+    got = loss(training.AnswerAttention(prompt), model, setup, gates)
+    assert float(got) == pytest.approx(np.mean(expected), rel=1e-4)
