@@ -3,9 +3,9 @@
 `Retention` says which slots stay, `visible` which of them each query of a text sees, and `gated_weights` returns
 weights of attention whose gradient reaches the scores of tokens. `GatedAttention` puts them into a model.
 
-Objectives are losses of the parameters of a `Setup`: `NextToken`, `Distillation` (TRIM-KV), `ReplayedScore` (KVzap, Fast
-KVzip; `Replayer` computes its targets) and `AnswerAttention` (Locret). `calibration_of` makes a calibration of trained
-parameters, which `kvjax.policies.learned` takes. ``python -m experiments.train_gate`` trains a gate on texts.
+Objectives are losses of the parameters of a `Setup`: `NextToken`, `Distillation` (TRIM-KV), `ReplayedScore` (KVzap and
+Fast KVzip; `Replayer` computes its targets) and `AnswerAttention` (Locret). `calibration_of` makes a calibration of
+trained parameters, which `kvjax.policies.learned` takes. ``python -m experiments.train_gate`` trains a gate on texts.
 """
 
 from kvjax.training.gated_attention import GatedAttention

@@ -33,7 +33,7 @@ FORMS = ("log", "cross_entropy")
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a gate is trained for.
+    """The model, the gate and the budget of a training.
 
     Attributes:
       config: the decoder.
