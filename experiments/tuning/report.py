@@ -80,6 +80,6 @@ def write(
 def plot(losses: Mapping[int, float]) -> bytes:
     """Returns a PNG of the loss by step."""
     figure, ((axes,),) = plots.new_figure(1, figsize=(6, 3.6))
-    plots.style(axes, "Loss in training, through the cache", "step", "nats per token")
+    plots.style(axes, "Loss in training", "step", "nats per token")
     axes.plot(list(losses), list(losses.values()), color=plots.COLORS[0], linewidth=1.2)
     return plots.png(figure)
