@@ -1,7 +1,7 @@
 r"""Tunes kvjax-tiny for a window of a tenth of the prompt, by updates of rank 16 of all projections.
 
 docs/experiments.md has the results with the books of its training, three of them held out as they were then.
-Time: about a minute for the first 12 steps with both evaluations of four windows, on two CPU cores.
+Time: 25 minutes on two CPU cores that other programs used too.
 
 Command: python -m experiments.tune --config=tune_tiny --config.texts=FILE,FOLDER,... \
   --config.held_out=great_expectations_1400,carroll-alice,shakespeare-hamlet

@@ -8,12 +8,12 @@ from flax import traverse_util
 
 from experiments.tuning.config import FULL, LoraConfig, TuneConfig
 from kvjax.errors import ConfigError
-from kvjax.models.decoder import SIDES, SKEW
+from kvjax.models.decoder import POLICY, SIDES, SKEW
 from kvjax.parallel.sharding import Params
 from kvjax.typing import PyTree
 
 Array = jax.Array
-FIXED = (SIDES, SKEW)  # of an attention, which come from a text and not from the model
+FIXED = (SIDES, SKEW, POLICY)  # of an attention: of a calibration, a skew and policies, which are not the model's
 KERNEL = "kernel"
 A, B = "a", "b"  # the factors of an update
 
