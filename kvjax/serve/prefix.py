@@ -7,6 +7,7 @@ one that was extended one token at a time, in several parts or in one.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import ArrayLike
 from kvjax.arguments import plain_signature
 from kvjax.cache.state import KVState
 from kvjax.errors import InputError
+from kvjax.generation.cartridge import cartridge
 from kvjax.generation.continue_cache import extend
 from kvjax.generation.multiple_choice import takes_blocks
 from kvjax.generation.prefill import Prefilled
@@ -104,6 +106,23 @@ class Prefix:
         self.check(self.prompts, len(ids) + 1)
         logits, state, *_ = extend(self.prompts.model, Prefilled(self.logits, self.state, self.prompts.layout), ids)
         return dataclasses.replace(self, state=state, logits=logits, tokens=np.concatenate([self.tokens, ids]))
+
+    @plain_signature
+    def trained(self, tokens: ArrayLike, *, steps: int = 100, rate: float = 1e-2, optimizer: Any = None) -> "Prefix":
+        """Returns a prefix whose slots are trained on the text that follows it; this one is not changed.
+
+        See `kvjax.cartridge`, also for errors.
+
+        Args:
+          tokens: [n] int, the text that follows, for which there must be room; it is not part of the prefix afterwards.
+          steps: see `kvjax.cartridge`.
+          rate: see `kvjax.cartridge`.
+          optimizer: see `kvjax.cartridge`.
+        """
+        ids = _one_row(self.prompts.model.config, tokens, new_tokens=1 + self.length)
+        prefilled = Prefilled(self.logits, self.state, self.prompts.layout)
+        made = cartridge(self.prompts.model, prefilled, ids[None], steps=steps, rate=rate, optimizer=optimizer)
+        return dataclasses.replace(self, state=made.prefilled.state)
 
     def started(self, tokens: np.ndarray) -> Started:
         """Returns the state that a request starts from.

@@ -12,6 +12,7 @@ from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import CheckpointError, InputError
 from kvjax.generation.generate import decode
+from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.sampling import Greedy, Sample
 from kvjax.serve import Request, Runner
 from kvjax.specs import user_files
@@ -23,6 +24,7 @@ QUESTIONS = [[5, 6], [], [7], list(range(10, 30)), [5, 6]]
 SPECS = {
     "h2o-int8-host": CacheSpec(policies.h2o(0.5), storage.int8(memory="host")),
     "expected": CacheSpec(policies.expected_attention(12, sinks=1)),
+    "matched": CacheSpec(policies.matched(8)),
     "snapkv-quest": CacheSpec(policies.snapkv(12, window=4), selection=selection.quest(page=4, budget=12)),
 }
 
@@ -68,6 +70,25 @@ def test_requests_continue_a_prefix(name, tmp_path):
         assert found[number].prompt == 40 + len(question)
     # The prefix is as it was, and was never consumed.
     assert_equal(loaded, prefix)
+
+
+def test_a_trained_prefix_is_saved_and_continued(tmp_path):
+    runner = runner_for("matched")
+    plain = runner.prefix(CONTEXT)
+    text = list(range(10, 30))
+    prefix = plain.trained(text, steps=15, rate=3e-2)
+    runner.save_prefix(tmp_path / "trained", prefix)
+    again = runner_for("matched")
+    loaded = again.load_prefix(tmp_path / "trained")
+    assert_equal(loaded, prefix)
+    assert (loaded.length, loaded.room) == (plain.length, plain.room)
+    again.submit(Request(tokens=text[:9], max_new_tokens=8, prefix=loaded))
+    (found,) = again
+    expected = decode(runner.model, prefix.extend(text[:9]).fork(1), max_new_tokens=8)
+    np.testing.assert_array_equal(found.tokens, expected.tokens[0])
+    # The text has become more likely, under the prefix that was trained alone.
+    before, after = (score_continuation(runner.model, each.fork(1), np.array([text])) for each in (plain, prefix))
+    assert after[:, 1:].mean() > before[:, 1:].mean() + 0.5
 
 
 def test_extended_in_parts_and_at_once():
