@@ -1,6 +1,7 @@
 """Gates: small networks that score a token once, from its hidden state or its query, key and value."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import ClassVar
@@ -14,7 +15,7 @@ from kvjax.policies.parameters import ModelSizes, Parameters, Parts
 from kvjax.policies.written import Token, Written
 
 Array = jax.Array
-ACTIVATIONS = {"gelu": jax.nn.gelu, "relu": jax.nn.relu, "silu": jax.nn.silu}
+ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu, "silu": jax.nn.silu}
 OUTPUTS = {"none": lambda x: x, "sigmoid": jax.nn.sigmoid, "log_sigmoid": jax.nn.log_sigmoid}
 EPSILON = 1e-6  # of RMS norms
 EXACT = jax.lax.Precision.HIGHEST
@@ -91,7 +92,7 @@ class MlpGate(Gate):
 
     Attributes:
       width: features of the hidden layer.
-      activation: ``gelu``, ``relu`` or ``silu``.
+      activation: ``gelu`` (x·Φ(x), not its approximation by tanh), ``relu`` or ``silu``.
     """
 
     width: int = 512
