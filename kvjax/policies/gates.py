@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import jax
@@ -15,7 +15,11 @@ from kvjax.policies.parameters import ModelSizes, Parameters, Parts
 from kvjax.policies.written import Token, Written
 
 Array = jax.Array
-ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu, "silu": jax.nn.silu}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
 OUTPUTS = {"none": lambda x: x, "sigmoid": jax.nn.sigmoid, "log_sigmoid": jax.nn.log_sigmoid}
 EPSILON = 1e-6  # of RMS norms
 EXACT = jax.lax.Precision.HIGHEST
