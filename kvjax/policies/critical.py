@@ -25,6 +25,7 @@ Array = jax.Array
 class OutputNorm(Written):
     """The norm of what a value adds to the output of attention, ‖v W_o‖₁, mean over the query heads of a KV head."""
 
+    name = "output_norm"
     projects = True
 
     def write(self, token: Token, params: Mapping[str, Parts]) -> Array:

@@ -211,6 +211,10 @@ class GateScore(Written):
     gate: Gate
 
     @property
+    def name(self) -> str:
+        return f"{self.gate.name}_score"
+
+    @property
     def reads(self) -> tuple[Parameters, ...]:
         return (self.gate,)
 

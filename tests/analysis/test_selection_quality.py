@@ -15,7 +15,8 @@ from kvjax.analysis import rows, selection_quality
 from kvjax.errors import InputError, SelectionError
 from kvjax.models import skew
 from tests.reference import selection as looks
-from tests.reference.decoder import _linear, _rms_norm, _to_float64
+from tests.reference.decoder import _to_float64
+from tests.reference.layers import linear, rms_norm
 from tests.reference.step import rotate
 from tests.tiny import HEADS, random_tokens, tiny
 
@@ -70,9 +71,9 @@ def decode(params: Any, config: Any, tokens: np.ndarray, prompt: int, choosers: 
             attention, mlp = layer["attention"], layer["mlp"]
 
             def heads(x, name, attention=attention, at=at):
-                return _linear(x, attention[name]).reshape(len(at), kv_heads, -1, dim)
+                return linear(x, attention[name]).reshape(len(at), kv_heads, -1, dim)
 
-            h = _rms_norm(x, layer["attention_norm"], config.norm_eps)
+            h = rms_norm(x, layer["attention_norm"], config.norm_eps)
             # [n, K, G, D] and [n, K, D]
             query, plain, value = heads(h, "query"), heads(h, "key")[:, :, 0], heads(h, "value")[:, :, 0]
             query, key = rotate(query, at, config.rope_theta), rotate(plain, at, config.rope_theta)
@@ -98,10 +99,10 @@ def decode(params: Any, config: Any, tokens: np.ndarray, prompt: int, choosers: 
                         queries[index, head, int(t)] = Query(true, choice.chosen, choice.always)
                         read = np.sort(np.concatenate([choice.chosen, choice.always]))
                     output[row, head] = looks.attend(query[row, head], keys[read, head], SCALE) @ values[read, head]
-            attended = _linear(output.reshape(len(at), -1), attention["out"])
-            inner = _rms_norm(x + attended, layer["mlp_norm"], config.norm_eps)
-            gate = _linear(inner, mlp["gate"])
-            added = _linear(gate / (1 + np.exp(-gate)) * _linear(inner, mlp["up"]), mlp["down"])
+            attended = linear(output.reshape(len(at), -1), attention["out"])
+            inner = rms_norm(x + attended, layer["mlp_norm"], config.norm_eps)
+            gate = linear(inner, mlp["gate"])
+            added = linear(gate / (1 + np.exp(-gate)) * linear(inner, mlp["up"]), mlp["down"])
             for name, own in zip(streams, (h, x, attended, added), strict=True):
                 seen[name].append(own)
             before, x = h, x + attended + added

@@ -104,7 +104,7 @@ def draw_all(root: Path, folder: Path) -> dict[str, list[str]]:
     from kvjax_site import entries, reading, survivors
 
     sources = digest(root)
-    drawn = [entry for entry in entries.policy_entries() if entry.kind != "merge"]  # which changes no slot that stays
+    drawn = [entry for entry in entries.policy_entries() if survivors.can_draw(entry)]
     found = {entry.name: survivors.picture(entry, folder, sources) for entry in drawn}
     found |= {entry.name: reading.picture(entry, folder, sources) for entry in entries.selection_entries()}
     made = {file for files in found.values() for file in files}

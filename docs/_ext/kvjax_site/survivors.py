@@ -9,6 +9,8 @@ import numpy as np
 import kvjax
 from kvjax import policies, selection
 from kvjax.analysis import Retained, retained
+from kvjax.models.calibrate import needs_of
+from kvjax.policies.traits import parameters_of
 from kvjax_site import pictures
 from kvjax_site.entries import Entry
 
@@ -73,7 +75,15 @@ def compresses(spec: Any) -> bool:
 def measure(entry: Entry) -> Retained:
     """Returns for each token the last query that saw it."""
     spec = spec_of(entry)
-    return retained(model(), tokens(), spec, prompt_length=LONG_PROMPT if compresses(spec) else PROMPT)
+    own = model()
+    if needs_of(spec, own.config.num_layers).any:
+        own = kvjax.calibrated(own, spec, kvjax.calibrate(own, tokens(), spec))
+    return retained(own, tokens(), spec, prompt_length=LONG_PROMPT if compresses(spec) else PROMPT)
+
+
+def can_draw(entry: Entry) -> bool:
+    """Returns whether there is something to draw: a merge changes no slot that stays, and a gate must be trained."""
+    return entry.kind != "merge" and not any(each.trained for each in parameters_of(entry.build()))
 
 
 def draw(result: Retained) -> list[bytes]:
