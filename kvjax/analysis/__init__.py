@@ -12,7 +12,7 @@ In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest 
 """
 
 from kvjax.analysis import plots, submodular
-from kvjax.analysis.budgets import budgets, density_weights, divided, entropy_weights
+from kvjax.analysis.budgets import budgets, density_weights, divided, entropy_weights, replay_scores
 from kvjax.analysis.compare import MissRate, Retained, attention_cosine, jaccard, miss_rate, retained
 from kvjax.analysis.directions import Ranks, TrainedDirections, search_ranks, shortened, train_directions
 from kvjax.analysis.full_cache import (
@@ -57,6 +57,7 @@ __all__ = [
     "miss_rate",
     "passkeys",
     "plots",
+    "replay_scores",
     "retained",
     "retrieval_heads",
     "retrieval_scores",

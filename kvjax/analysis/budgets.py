@@ -1,8 +1,9 @@
-"""Budgets from a model's attention on a text (D2O, arXiv:2406.13035; ZigZagKV, 2412.09036; DuoAttention)."""
+"""Budgets from a model's attention on a text (D2O, arXiv:2406.13035; ZigZagKV, 2412.09036; DuoAttention; KVzip)."""
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import jax.numpy as jnp
@@ -14,7 +15,12 @@ from kvjax.analysis.gates import head_gates
 from kvjax.analysis.scan import over_tiles
 from kvjax.arguments import MIN_SLOTS, choice_argument, count_argument, did_you_mean, number_argument
 from kvjax.errors import InputError
+from kvjax.generation.prefill import prefill
+from kvjax.inputs import check_batch
 from kvjax.models.model import Model
+from kvjax.policies.components import Merge
+from kvjax.policies.kvzip import kvzip
+from kvjax.policies.prompt_replay import REPLAYED
 
 TIE = 1e-9  # parts of a slot that are less are rounding
 
@@ -37,7 +43,7 @@ def budgets(
     tokens: ArrayLike,
     budget: float,
     *,
-    rule: Literal["gates"],
+    rule: Literal["gates", "replay"],
     lengths: ArrayLike | None = None,
     **options: Any,
 ) -> np.ndarray: ...
@@ -57,24 +63,30 @@ def budgets(
     ``density`` and ``entropy`` run the text once under full attention. Their result is the budget of a policy:
     ``h2o(budget=kvjax.analysis.budgets(model, tokens, 256))``. Its mean is `budget`, and no layer gets fewer than 32
     slots. Layers get whole slots by largest remainder; of equal remainders, that of the lower layer comes first.
-    ``gates`` trains a number for each KV head, and its result is a table for `kvjax.policies.duo_attention`.
+    ``gates`` trains a number for each KV head, and ``replay`` runs the text twice; the result of both is a table for
+    `kvjax.policies.duo_attention`.
 
     Args:
       model: from `kvjax.load`.
       tokens: [B, T] or [T] int, rows padded at the end. Use texts as long as those that the budgets are for.
-      budget: the slots per KV head of the average layer; of ``gates``, the share of the KV heads that keep every token.
+      budget: the slots per KV head of the average layer; of ``gates`` and ``replay``, the share of the KV heads that keep
+        every token.
       rule: ``density`` gives fewer slots to layers whose accumulated attention varies more between tokens
         (`density_weights`, D2O); ``entropy`` gives more slots to layers whose queries spread their attention over more
-        tokens (`entropy_weights`, ZigZagKV); ``gates`` is `head_gates` (DuoAttention).
+        tokens (`entropy_weights`, ZigZagKV); ``gates`` is `head_gates` (DuoAttention); ``replay`` chooses the heads of
+        the largest scores when the text is repeated (`replay_scores`, KVzip), as many as the share allows; of equal
+        ones, those of lower layers and heads.
       lengths: [B] real tokens of each row; None = all T.
-      options: of the rule: `share` of ``entropy``; `answers` and others of ``gates``, see `head_gates`.
+      options: of the rule: `share` of ``entropy``; `answers` and others of ``gates``, see `head_gates`; those of
+        `replay_scores` of ``replay``.
 
     Returns:
-      L numbers of slots; of ``gates``, [L, K] bool.
+      L numbers of slots; of ``gates`` and ``replay``, [L, K] bool.
 
     Raises:
       InputError: tokens or lengths that do not fit the model, an unknown rule, a budget below 32 slots or a share of
         heads outside [0, 1], or options that the rule does not have or that are not valid.
+      PolicyError: see `replay_scores`.
     """
     own = RULES[choice_argument("rule", rule, tuple(RULES), error=InputError)]
     taken = inspect.signature(own).parameters
@@ -143,6 +155,61 @@ def entropy_weights(
     return np.asarray((found.sum(axis=-1, dtype=np.float64) / queries[:, None]).mean(axis=(1, 2)))
 
 
+@dataclasses.dataclass(frozen=True)
+class _KeepScores(Merge):
+    """Keeps the scores of a replay beside the slots while decoding; nothing is merged."""
+
+    remembers = (REPLAYED,)
+    folds = False
+
+    def afterwards(self) -> Merge:
+        return self
+
+
+def replay_scores(
+    model: Model,
+    tokens: ArrayLike,
+    *,
+    lengths: ArrayLike | None = None,
+    instruction: Sequence[int] = (),
+    later: Sequence[int] | None = None,
+    chunk: int = 2048,
+    sinks: int = 4,
+) -> np.ndarray:
+    """Computes how much of a text each KV head is needed for to repeat it (KVzip, arXiv:2505.23416).
+
+    It is the mean over the tokens of a row of the score by which `kvjax.policies.kvzip` ranks a slot, averaged over
+    rows. Means, and not maxima, are kvjax's choice.
+
+    Args:
+      model: see `budgets`.
+      tokens: see `budgets`.
+      lengths: see `budgets`.
+      instruction: see `kvjax.policies.kvzip`.
+      later: see `kvjax.policies.kvzip`.
+      chunk: see `kvjax.policies.kvzip`.
+      sinks: see `kvjax.policies.kvzip`.
+
+    Returns:
+      [L, K] float64 in [0, 1].
+
+    Raises:
+      InputError: tokens or lengths that do not fit the model.
+      PolicyError: an argument of the replay that is not valid, or a model on a mesh.
+    """
+    batch = check_batch(model.config, tokens, lengths, new_tokens=1)
+    # With room for every token, nothing is evicted.
+    whole = kvzip(int(batch.tokens.shape[1]), instruction=instruction, later=later, chunk=chunk, sinks=sinks)
+    policy = dataclasses.replace(whole, merge=_KeepScores())
+    made = prefill(model, batch.tokens, policy, max_new_tokens=1, lengths=batch.lengths)
+    found = []
+    for (layer,) in made.state.layers:
+        # [B, K, S]
+        live, score = np.asarray(layer.position) >= 0, np.asarray(layer.stats[REPLAYED], np.float64)
+        found.append(np.mean(np.sum(np.where(live, score, 0.0), axis=2) / np.sum(live, axis=2), axis=0))
+    return np.stack(found)
+
+
 def divided(weights: ArrayLike, budget: int, *, least: int = MIN_SLOTS) -> tuple[int, ...]:
     """Divides slots in proportion to weights, with at least `least` each.
 
@@ -209,5 +276,15 @@ def _gates(model: Model, tokens: ArrayLike, budget: float, answers: ArrayLike | 
     return head_gates(model, tokens, answers, **options).heads(budget)
 
 
+@functools.wraps(replay_scores)
+def _replay(model: Model, tokens: ArrayLike, budget: float, **options: Any) -> np.ndarray:
+    share = number_argument("budget", budget, minimum=0.0, maximum=1.0, error=InputError)
+    scores = replay_scores(model, tokens, **options)
+    chosen = np.zeros(scores.size, bool)
+    # Rounded down, so that the heads take no more than their share.
+    chosen[np.argsort(-scores, axis=None, kind="stable")[: int(share * scores.size + TIE)]] = True
+    return chosen.reshape(scores.shape)
+
+
 #: The rules that `budgets` takes.
-RULES: dict[str, Callable[..., Any]] = {"density": _density, "entropy": _entropy, "gates": _gates}
+RULES: dict[str, Callable[..., Any]] = {"density": _density, "entropy": _entropy, "gates": _gates, "replay": _replay}

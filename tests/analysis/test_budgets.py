@@ -8,6 +8,7 @@ import pytest
 import kvjax
 from kvjax import analysis, policies
 from kvjax.errors import InputError
+from tests import reference
 from tests.analysis.dense import full
 from tests.tiny import random_tokens, tiny
 
@@ -78,6 +79,23 @@ def test_the_slots_of_a_rule(rule):
     assert tuple(int(each.min()) for each in live) == tuple(int(each.max()) for each in live) == got
 
 
+def test_the_heads_of_a_replay():
+    """Against the replay of the reference, token by token, of rows of their own lengths."""
+    own, options = tiny(layers=3), {"instruction": (5, 6), "later": (7,), "chunk": 20, "sinks": 2}
+    policy = reference.policies.kvzip(45, **options)
+    run = reference.reference_run(own.params, own.config, TOKENS, policy, 45, lengths=LENGTHS)
+    expected = [[[head["replayed"].mean() for head in row] for row in layer] for layer in run.stats]
+    expected = np.array(expected).mean(axis=1)
+    got = analysis.replay_scores(own.model, TOKENS, lengths=LENGTHS, **options)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert np.abs(np.diff(np.sort(expected, axis=None))).min() > 1e-5
+    # Three of six heads, and no more.
+    for share in (0.5, 0.66):
+        table = analysis.budgets(own.model, TOKENS, share, rule="replay", lengths=LENGTHS, **options)
+        np.testing.assert_array_equal(table, expected >= np.sort(expected, axis=None)[3])
+    policies.duo_attention(table, sinks=2, recent=8)
+
+
 def test_slots_are_divided_by_largest_remainder():
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -114,6 +132,8 @@ def test_text_that_says_nothing_divides_evenly():
         (lambda model: analysis.budgets(model, TOKENS, 64, share=0.5), "rule 'density' has no option 'share'"),
         (lambda model: analysis.budgets(model, TOKENS, 0.5, rule="gates"), "rule 'gates' needs answers="),
         (lambda model: analysis.budgets(model, TOKENS, 64, rule="gates"), "budget must be a number from 0 to 1"),
+        (lambda model: analysis.budgets(model, TOKENS, 64, rule="replay"), "budget must be a number from 0 to 1"),
+        (lambda model: analysis.budgets(model, TOKENS, 0.5, rule="replay", plus=True), "has no option 'plus'"),
         (lambda model: analysis.budgets(model, TOKENS, 64, rule="entropy", share=0), "share must be a number above 0"),
         (lambda model: analysis.divided([1.0, 0.0], 64), "one positive number for each layer"),
         (lambda model: analysis.divided([], 64), "one positive number for each layer"),
