@@ -69,8 +69,8 @@ def budgets(
     Args:
       model: from `kvjax.load`.
       tokens: [B, T] or [T] int, rows padded at the end. Use texts as long as those that the budgets are for.
-      budget: the slots per KV head of the average layer; of ``gates`` and ``replay``, the share of the KV heads that keep
-        every token.
+      budget: the slots per KV head of the average layer; of ``gates`` and ``replay``, the share of the KV heads that
+        keep every token.
       rule: ``density`` gives fewer slots to layers whose accumulated attention varies more between tokens
         (`density_weights`, D2O); ``entropy`` gives more slots to layers whose queries spread their attention over more
         tokens (`entropy_weights`, ZigZagKV); ``gates`` is `head_gates` (DuoAttention); ``replay`` chooses the heads of
