@@ -43,6 +43,7 @@ COMMANDS = {
         "read-fraction": Command("experiments.read_fraction", "measure recall by the share of slots that are read"),
         "train": Command("experiments.train", "train a small decoder, and export it as a Hugging Face folder"),
         "tune": Command("experiments.tune", "fine-tune a model through a cache, and measure the gap to the full cache"),
+        "train-gate": Command("experiments.train_gate", "train the gate of the policy learned, at a budget"),
         "card": Command("experiments.card", "score a trained model, and write its model card"),
     },
     "Speed and memory": {

@@ -27,6 +27,7 @@ from experiments.runs.session import Session, calibrated_for, describe
 from experiments.training.config import files
 from experiments.tuning import evaluate, parameters, report, windows
 from experiments.tuning.config import SPEC, TuneConfig, check, experiment, past
+from experiments.tuning.gate_config import TrainGateConfig
 from kvjax.cache import CacheSpec
 from kvjax.checkpoint.huggingface import save
 from kvjax.errors import ConfigError, KvjaxError
@@ -111,7 +112,7 @@ def _tune(config: TuneConfig, command: str, progress: bool | None, writers: Sequ
     with model.on_mesh(), ocp.CheckpointManager((folder / "checkpoints").resolve(), options=options) as manager:
         start = manager.latest_step() or 0
         if start:
-            _check_same_past(config, folder, start, inputs)
+            check_same_past(config, folder, start, inputs)
         state = begin(ready.params)
         tokens = model.place(texts.batch(start, config.rows, size))
         _check_gradient(step_of, (state, ready.params, tokens), under)
@@ -132,7 +133,7 @@ def _tune(config: TuneConfig, command: str, progress: bool | None, writers: Sequ
         if not start:
             log.write(kind="evaluation", step=0, **_scores(before))
         _say(f"training {trained} under {under.name}, {config.rows} windows of {size} tokens a step; compiling ...")
-        state = _train(config, step_of, state, ready, texts, start, (manager, log, progress))
+        state = run_steps(config, step_of, state, ready, texts, start, (manager, log, progress))
     tuned = _tuned(config, model, state["trained"])
     with model.on_mesh():
         save(tuned, folder / "model")
@@ -156,7 +157,7 @@ def _tune(config: TuneConfig, command: str, progress: bool | None, writers: Sequ
     return folder
 
 
-def optimizer_of(config: TuneConfig) -> optax.GradientTransformation:
+def optimizer_of(config: TuneConfig | TrainGateConfig) -> optax.GradientTransformation:
     """Returns AdamW after clipping by the global norm; its rate warms up linearly and falls to 0 as a cosine."""
     settings = config.optimizer
     rate = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, settings.warmup_steps, config.steps)
@@ -182,16 +183,28 @@ def make_step(config: TuneConfig, function: ScoreFunction, optimizer: optax.Grad
     return step
 
 
-def _train(
-    config: TuneConfig,
+def run_steps(
+    config: TuneConfig | TrainGateConfig,
     step_of: Step,
     state: State,
     model: Model,
     texts: windows.Windows,
     start: int,
     outputs: tuple[ocp.CheckpointManager, Log, bool | None],
+    evaluate: Callable[[int, State], None] | None = None,
 ) -> State:
-    """Runs the steps from `start` on, with log lines and checkpoints; `model` has the calibration."""
+    """Runs the steps from `start` on, with log lines and checkpoints.
+
+    Args:
+      config: the settings.
+      step_of: runs a step.
+      state: after `start` steps.
+      model: with the calibration that a step needs.
+      texts: of the windows.
+      start: the number of steps that are done.
+      outputs: where states and lines are written, and whether a bar is shown.
+      evaluate: gets the number of steps and the state after every ``evaluate_every`` of them.
+    """
     manager, log, progress = outputs
     size = config.windows.prompt_length + config.windows.new_tokens
     bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if progress is None else not progress)
@@ -215,6 +228,10 @@ def _train(
             if in_log:
                 print(f"step {done} of {config.steps}: loss {values['total']:.3f}, tok/s {speed}", file=sys.stderr)
         bar.update()
+        if evaluate is not None and isinstance(config, TrainGateConfig) and (done % config.evaluate_every == 0 or last):
+            began = time.perf_counter()
+            evaluate(done, state)
+            since += time.perf_counter() - began
         manager.save(done, args=ocp.args.StandardSave(state), force=last)
     bar.close()
     return state
@@ -285,7 +302,7 @@ def _check_gradient(step_of: Any, arguments: tuple[Any, ...], spec: CacheSpec) -
         ) from error
 
 
-def _check_same_past(config: TuneConfig, folder: Path, step: int, inputs: JsonObject) -> None:
+def check_same_past(config: TuneConfig | TrainGateConfig, folder: Path, step: int, inputs: JsonObject) -> None:
     """A run goes on only with the settings, texts and weights that it began with.
 
     Raises:
@@ -293,7 +310,7 @@ def _check_same_past(config: TuneConfig, folder: Path, step: int, inputs: JsonOb
     """
     saved, before = results.read_json(folder / "config.json"), results.read_json(folder / INPUTS)
     try:
-        then, now = past(fields.from_dict(TuneConfig, saved)), past(config)
+        then, now = past(fields.from_dict(type(config), saved)), past(config)
     except (KeyError, TypeError):
         raise ConfigError(
             f"{folder} has checkpoints but no config.json of this version of kvjax; give another --config.output."

@@ -15,7 +15,7 @@ from kvjax.typing import JsonObject
 FULL, LORA = "full", "lora"  # methods
 SPEC = "spec"  # the config's own cache
 #: Fields that a run may have other values of when it is continued.
-FREE = ("name", "output", "log_every", "checkpoint_every")
+FREE = ("name", "output", "log_every", "checkpoint_every", "evaluate_every")
 
 
 @dataclasses.dataclass
@@ -178,6 +178,6 @@ def experiment(config: TuneConfig, mesh: str = "") -> ExperimentConfig:
     )
 
 
-def past(config: TuneConfig) -> JsonObject:
+def past(config: fields.Config) -> JsonObject:
     """Returns the settings that every result of a run depends on."""
     return {name: value for name, value in fields.to_dict(config).items() if name not in FREE}

@@ -10,6 +10,7 @@ from experiments.runs import data
 from experiments.training.config import files
 from experiments.training.corpus import read
 from experiments.tuning.config import TuneConfig
+from experiments.tuning.gate_config import TrainGateConfig
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 
@@ -60,7 +61,7 @@ class Windows:
         return np.stack([np.concatenate([opening, body]) for body in bodies]).astype(np.int32)
 
 
-def load(config: TuneConfig, model: Model) -> Windows:
+def load(config: TuneConfig | TrainGateConfig, model: Model) -> Windows:
     """Reads and encodes the texts of a run.
 
     Raises:
@@ -92,7 +93,7 @@ def load(config: TuneConfig, model: Model) -> Windows:
     return Windows([text for _, text in own], [text for _, text in others], opening, config.seed)
 
 
-def checksums(config: TuneConfig) -> dict[str, str]:
+def checksums(config: TuneConfig | TrainGateConfig) -> dict[str, str]:
     """Returns the SHA-256 of every text, training and held out, by its file's name."""
     return {path.name: _checksum(path) for paths in files(config) for path in paths}
 

@@ -21,8 +21,8 @@ from kvjax.specs import names
 
 #: Modules whose `main` takes a command line that begins with the program's name.
 PROGRAMS = (
-    "run", "sweep", "train", "tune", "paper", "leaderboard", "capacity", "calibrate", "skew", "read_fraction", "card",
-    "lm_eval_tasks", "batch.__main__", "bench.__main__",
+    "run", "sweep", "train", "tune", "train_gate", "paper", "leaderboard", "capacity", "calibrate", "skew",
+    "read_fraction", "card", "lm_eval_tasks", "batch.__main__", "bench.__main__",
 )  # fmt: skip
 
 

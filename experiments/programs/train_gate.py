@@ -1,0 +1,245 @@
+"""Trains the gate of the policy `learned`; see `experiments.train_gate`."""
+
+import functools
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import kvjax
+from experiments import fields, results
+from experiments.config import ExperimentConfig, ModelConfig
+from experiments.programs.train import METRICS, Log
+from experiments.programs.tune import INPUTS, State, check_same_past, optimizer_of, run_steps
+from experiments.reports import tables
+from experiments.runs import identity, machine
+from experiments.runs.session import Session, describe
+from experiments.training.config import files
+from experiments.tuning import gate_config, windows
+from experiments.tuning.gate_config import TrainGateConfig, check
+from kvjax import policies, training
+from kvjax.errors import KvjaxError
+from kvjax.models.model import Model
+from kvjax.parallel import distributed
+from kvjax.policies import Gate, Policy
+from kvjax.typing import JsonObject
+
+Array = jax.Array
+BASELINES, GATE = "baselines.json", "gate.safetensors"
+KINDS: dict[str, type[Gate]] = {
+    gate_config.LINEAR: policies.LinearGate, gate_config.MLP: policies.MlpGate, gate_config.QKV: policies.QkvGate,
+    gate_config.SINK: policies.SinkGate,
+}  # fmt: skip
+CHUNK = 256  # tokens of a chunk of a replay
+
+
+def train_gate(
+    config: TrainGateConfig, *, command: str = "", progress: bool | None = None, writers: Sequence[str] = ()
+) -> Path:
+    """Trains, or goes on training, saves the gate, and writes the report.
+
+    Args:
+      config: the settings.
+      command: that is logged.
+      progress: whether a bar is shown; None = on a terminal.
+      writers: that get what metrics.jsonl gets, see `experiments.writers`.
+
+    Returns:
+      The folder of the run; the gate is in its file ``gate.safetensors``.
+
+    Raises:
+      ConfigError: settings that cannot work, or an output folder that holds a run with others.
+      KvjaxError: a budget or a gate that does not suit the model or the objective.
+      Diverged: the loss or its gradient is not finite.
+    """
+    check(config)
+    files(config)
+    folder = Path(config.output)
+    made = not folder.exists()
+    try:
+        return _train_gate(config, command, progress, writers)
+    except KvjaxError:
+        # Before the first step there is nothing to go on from.
+        if made and distributed.is_first() and not (folder / METRICS).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, writers: Sequence[str]) -> Path:
+    """See `train_gate`."""
+    folder, shape = Path(config.output), config.windows
+    gate = gate_of(config)
+    policy = policy_of(config, gate)
+    results.make_folder(folder)
+    own = ExperimentConfig(model=ModelConfig(path=config.model.path, dtype=config.model.dtype))
+    model = Session().model(own)
+    texts = windows.load(config, model)
+    held_out = texts.evaluation(config.evaluation.windows, shape.prompt_length + config.evaluation.new_tokens)
+    size = shape.prompt_length + shape.new_tokens
+    setup = training.Setup(model.config, gate, _retentions(config, policy, model.config.num_layers))
+    objective = _objective(config, model, size)
+    objective.check(gate)
+    optimizer = optimizer_of(config)
+    inputs = {"texts": windows.checksums(config), "model": identity.of_weights(config.model.path)}
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2, save_interval_steps=config.checkpoint_every, cleanup_tmp_directories=True
+    )
+    with ocp.CheckpointManager((folder / "checkpoints").resolve(), options=options) as manager:
+        start = manager.latest_step() or 0
+        if start:
+            check_same_past(config, folder, start, inputs)
+        trained = setup.initial(jax.random.key(config.seed), objective.bias)
+        state: State = {"trained": trained, "optimizer": optimizer.init(trained), "step": jnp.int32(0)}
+        if start:
+            state = manager.restore(start, args=ocp.args.StandardRestore(state))
+
+        def measured(policy: Policy, gates: Any = None) -> list[float]:
+            return _nats(model, policy, held_out, config, gates and training.calibration_of(model, gate, gates))
+
+        baselines = results.read_json(folder / BASELINES) if start else None
+        if baselines is None:
+            _say("measuring full, h2o and random ...")
+            budget = config.keep.budget
+            others = (policies.full(), policies.h2o(budget), policies.random(budget))
+            baselines = {each.name: measured(each) for each in others}
+        if distributed.is_first():
+            results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
+            results.write(folder / INPUTS, results.to_json(inputs))
+            results.write(folder / BASELINES, results.to_json(baselines))
+        log = Log(folder / METRICS, start, config, writers)
+        environment = machine.environment()
+        log.write(kind="start", step=start, command=command, **environment, **inputs)
+
+        def evaluate(done: int, state: State) -> None:
+            scores = {name: float(np.mean(nats)) for name, nats in baselines.items()}
+            scores["learned"] = float(np.mean(measured(policy, state["trained"])))
+            log.write(kind="evaluation", step=done, **scores)
+            _say(f"step {done}, nats per token: " + ", ".join(f"{name} {x:.4f}" for name, x in scores.items()))
+
+        if not start:
+            evaluate(0, state)
+        count = sum(leaf.size for leaf in jax.tree.leaves(trained))
+        _say(f"training {count:,} numbers by {config.objective}, {config.rows} windows of {size} tokens; compiling ...")
+        step = make_step(config, setup, objective, optimizer)
+        state = run_steps(config, step, state, model, texts, start, (manager, log, progress), evaluate=evaluate)
+    training.calibration_of(model, gate, state["trained"]).save(folder / GATE)
+    final = {**baselines, "learned": measured(policy, state["trained"])}
+    log.close()
+    about = [
+        describe(model, own.model),
+        f"{gate!r} trained by {config.objective}: {count:,} numbers, {config.steps} steps of {config.rows} windows of "
+        f"{size} tokens; {len(held_out)} held-out windows of {shape.prompt_length} prompt tokens and "
+        f"{config.evaluation.new_tokens} scored ones, under a budget of {config.keep.budget}.",
+        f"On {environment['device']} ({environment['cpu']}); jax {environment['jax']}.",
+    ]
+    print(f"\n{_report(folder, config, final, about, command)}\n", flush=True)
+    return folder
+
+
+def gate_of(config: TrainGateConfig) -> Gate:
+    """Returns the gate of a config, with the output that its objective needs."""
+    output, kind = config.gate.output, config.gate.kind
+    if output == "auto":
+        # A sink gate is a share by itself.
+        share = kind == gate_config.SINK and config.objective == gate_config.SHARE
+        output = "none" if share else gate_config.OUTPUTS.get(config.objective, "none")
+    width = {} if config.gate.width is None else {"width": config.gate.width}
+    return KINDS[kind](output=output, **width)
+
+
+def policy_of(config: TrainGateConfig, gate: Gate) -> policies.Evict:
+    """Returns the policy that runs with the gate."""
+    keep = config.keep
+    return policies.learned(
+        keep.budget, gate=gate, every=keep.every, recent=keep.recent, sinks=keep.sinks,
+        threshold=gate_config.threshold(config), age=config.objective == gate_config.DISTILL,
+    )  # fmt: skip
+
+
+def _retentions(config: TrainGateConfig, policy: policies.Evict, layers: int) -> tuple[training.Retention, ...]:
+    """Returns the slots that stay of a window, for each layer."""
+    assert policy.budget is not None
+    keep, slots = config.keep, policy.budget.slots(config.windows.prompt_length, layers)
+    threshold = gate_config.threshold(config)
+    return tuple(training.Retention(each, keep.recent, keep.sinks, threshold, keep.every) for each in slots)
+
+
+def _objective(config: TrainGateConfig, model: Model, size: int) -> training.Objective:
+    if config.objective == gate_config.NEXT_TOKEN:
+        return training.NextToken(config.relax)
+    if config.objective == gate_config.DISTILL:
+        return training.Distillation(config.capacity)
+    if config.objective == gate_config.ANSWER:
+        return training.AnswerAttention(config.windows.prompt_length)
+    log = config.objective == gate_config.REPLAY
+    policy = policies.kvzip(max(size // 2, 1), chunk=CHUNK, plus=log)
+    replayer = training.Replayer.of(model, policy, config.rows, size)
+    return training.ReplayedScore(replayer, "log" if log else "cross_entropy")
+
+
+def make_step(
+    config: TrainGateConfig, setup: training.Setup, objective: training.Objective,
+    optimizer: optax.GradientTransformation,
+) -> Any:  # fmt: skip
+    """Returns a jitted step: state, parameters of the model and tokens [B, T] int32 -> state and losses."""
+    fall = math.log(config.last_temperature / config.temperature) / max(config.steps - 1, 1)
+
+    @functools.partial(jax.jit, donate_argnames="state")
+    def step(state: State, params: Any, tokens: Array) -> tuple[State, dict[str, Array]]:
+        temperature = config.temperature * jnp.exp(fall * state["step"].astype(jnp.float32))
+
+        def loss_of(gates: Any) -> Array:
+            return objective.loss(setup, params, gates, tokens, temperature)
+
+        loss, gradient = jax.value_and_grad(loss_of)(state["trained"])
+        # optax multiplies whole numbers and floats.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, after = optimizer.update(gradient, state["optimizer"], state["trained"])
+            trained = optax.apply_updates(state["trained"], updates)
+        made = {"trained": trained, "optimizer": after, "step": state["step"] + 1}
+        return made, {"total": loss, "norm": optax.tree.norm(gradient)}
+
+    return step
+
+
+def _nats(
+    model: Model, policy: Policy, tokens: np.ndarray, config: TrainGateConfig, calibration: kvjax.Calibration | None
+) -> list[float]:
+    """Returns the mean negative log-likelihood per token of what follows each prompt, in nats."""
+    prompt = config.windows.prompt_length
+    exact = "highest" if model.dtype == jnp.float32 else None
+    with jax.default_matmul_precision(exact):
+        found = kvjax.log_likelihood(
+            model, tokens, policy, prompt_length=prompt, prefill_block=config.windows.prefill_block,
+            calibration=calibration,
+        )  # fmt: skip
+    return [float(x) for x in -np.asarray(found.logprobs)[:, prompt - 1 :].mean(axis=1, dtype=np.float64)]
+
+
+def _report(folder: Path, config: TrainGateConfig, found: JsonObject, about: Sequence[str], command: str) -> str:
+    """Writes results.json and report.md, and returns the table."""
+    means = {name: float(np.mean(nats)) for name, nats in found.items()}
+    rows = [
+        {"policy": name, "nats per token": f"{x:.4f}", "perplexity": f"{math.exp(x):.3f}",
+         "nats above full": f"{x - means['full']:.4f}"}
+        for name, x in means.items()
+    ]  # fmt: skip
+    results.write(
+        folder / "results.json", results.to_json({"name": config.name, "nats": means, "nats_by_window": found})
+    )
+    shown = tables.markdown(config.name, [*about, *([f"`{command}`"] if command else [])], rows)
+    results.write(folder / "report.md", shown)
+    return tables.table(rows)
+
+
+def _say(text: str) -> None:
+    if distributed.is_first():
+        print(text, file=sys.stderr, flush=True)

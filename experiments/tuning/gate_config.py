@@ -1,0 +1,139 @@
+"""Configs of the training of gates; every field can be overridden on the command line (see `experiments.fields`).
+
+This module does not import jax, so that ``--help`` takes no time.
+"""
+
+import dataclasses
+
+from experiments.fields import Budget, Count, Names, Number, OptionalCount, OptionalText, Text, Whole
+from experiments.tuning.config import EvaluationConfig, TunedModel, TuneOptimizer, WindowConfig
+from kvjax.arguments import did_you_mean
+from kvjax.errors import ConfigError
+
+LINEAR, MLP, QKV, SINK = "linear", "mlp", "qkv", "sink"  # gates
+NEXT_TOKEN, DISTILL, REPLAY, SHARE, ANSWER = "next_token", "distill", "replay", "replay_share", "answer"  # objectives
+GATES, OBJECTIVES = (LINEAR, MLP, QKV, SINK), (NEXT_TOKEN, DISTILL, REPLAY, SHARE, ANSWER)
+#: Outputs of gates that an objective needs.
+OUTPUTS = {DISTILL: "log_sigmoid", SHARE: "sigmoid"}
+
+
+@dataclasses.dataclass
+class GateConfig:
+    """Attributes:
+    kind: linear, mlp, qkv or sink; see docs/policies.md.
+    width: the number of features of the hidden layer, or of a sink gate's queries; none = the gate's default.
+    output: none, sigmoid or log_sigmoid; auto = what the objective needs.
+    """
+
+    kind: Text = LINEAR
+    width: OptionalCount = None
+    output: Text = "auto"
+
+
+@dataclasses.dataclass
+class KeepConfig:
+    """Attributes:
+    budget: slots per KV head, or a fraction of each prompt, with a decimal point.
+    recent: the number of newest positions that are protected.
+    sinks: the number of first positions that are protected.
+    threshold: scores below it are evicted, also where there is room; none = none are.
+    every: the number of slots that are evicted at once.
+    """
+
+    budget: Budget = 0.2
+    recent: Whole = 8
+    sinks: Whole = 0
+    threshold: OptionalText = None
+    every: Count = 1
+
+
+@dataclasses.dataclass
+class TrainGateConfig:
+    """Attributes:
+    name: the name of the run.
+    model: the model, which is not trained.
+    gate: scores the tokens.
+    keep: the slots that stay; of the policy learned.
+    objective: next_token (the loss under the budget), replay (KVzap), replay_share (Fast KVzip), distill (TRIM-KV) or
+      answer (Locret).
+    relax: how gradients reach scores of next_token, st (straight through) or soft.
+    temperature: of soft gates at the first step.
+    last_temperature: of soft gates at the last step; it falls geometrically.
+    capacity: the weight of what is held beyond the budget, of distill.
+    texts: text files, folders of text files or glob patterns.
+    held_out: the file names of texts that are used for evaluation only; none = the last tenth of each text.
+    windows: the windows of the texts; new_tokens of a training window are the answer of the objective answer.
+    evaluation: how the loss under a budget is measured.
+    optimizer: AdamW with a schedule.
+    rows: the number of windows of a step.
+    steps: the number of steps of the run.
+    evaluate_every: the number of steps between evaluations.
+    checkpoint_every: the number of steps between checkpoints.
+    log_every: the number of steps between log lines.
+    seed: the random seed of windows and of the first gates.
+    output: the folder of the run; a run that already exists there continues from its last checkpoint.
+    """
+
+    name: Text = "train_gate"
+    model: TunedModel = dataclasses.field(default_factory=TunedModel)
+    gate: GateConfig = dataclasses.field(default_factory=GateConfig)
+    keep: KeepConfig = dataclasses.field(default_factory=KeepConfig)
+    objective: Text = NEXT_TOKEN
+    relax: Text = "st"
+    temperature: Number = 0.5
+    last_temperature: Number = 0.5
+    capacity: Number = 1.0
+    texts: Names = ()
+    held_out: Names = ()
+    windows: WindowConfig = dataclasses.field(default_factory=lambda: WindowConfig(prompt_length=256))
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    optimizer: TuneOptimizer = dataclasses.field(default_factory=TuneOptimizer)
+    rows: Count = 8
+    steps: Count = 200
+    evaluate_every: Count = 50
+    checkpoint_every: Count = 50
+    log_every: Count = 10
+    seed: Whole = 0
+    output: Text = "results/train_gate"
+
+
+def check(config: TrainGateConfig) -> None:
+    """Refuses, before anything is read or trained, settings that do not fit together.
+
+    Raises:
+      ConfigError: what was given, and what would be valid.
+    """
+    for name, given, valid in (
+        ("gate.kind", config.gate.kind, GATES),
+        ("objective", config.objective, OBJECTIVES),
+        ("relax", config.relax, ("st", "soft")),
+        ("gate.output", config.gate.output, ("auto", "none", "sigmoid", "log_sigmoid")),
+    ):
+        if given not in valid:
+            raise ConfigError(f"{name}={given!r} is unknown; {did_you_mean(given, valid)}valid: {', '.join(valid)}.")
+    if config.gate.kind == LINEAR and config.gate.width is not None:
+        raise ConfigError(f"gate.width={config.gate.width}: a linear gate has no width; leave it out.")
+    if config.optimizer.warmup_steps >= config.steps:
+        raise ConfigError(f"optimizer.warmup_steps={config.optimizer.warmup_steps} must be below steps={config.steps}.")
+    if not config.optimizer.clip:
+        raise ConfigError("optimizer.clip=0.0 leaves nothing of a gradient; give a number above 0, such as 1.0.")
+    if not config.temperature or not config.last_temperature:
+        raise ConfigError(
+            f"temperature={config.temperature} and last_temperature={config.last_temperature} must be above 0."
+        )
+    if config.objective == ANSWER and not config.windows.new_tokens:
+        raise ConfigError("windows.new_tokens=0 leaves no answer for objective=answer; give at least 1.")
+    threshold(config)
+
+
+def threshold(config: TrainGateConfig) -> float | None:
+    """Returns the threshold of scores.
+
+    Raises:
+      ConfigError: text that is no number.
+    """
+    given = config.keep.threshold
+    try:
+        return None if given is None else float(given)
+    except ValueError:
+        raise ConfigError(f"keep.threshold={given!r} is not valid; give a number, or none.") from None
