@@ -44,6 +44,7 @@ Array = jax.Array
 VARIABLE, ON, OFF, STACKED = "KVJAX_LAYER_LOOPS", "on", "off", "stacked"  # of the environment
 SHORTEST = 2  # layers of a loop
 LARGEST = 1 << 16  # numbers of a parameter that is stacked, and so held twice
+NO_MODULES = frozenset({"policy", "sides", "gates"})  # optional parameters of an attention that are trees of arrays
 
 
 def possible_runs(config: DecoderConfig, params: Params, prompt: Phase, decode: Phase) -> LayerRuns:
@@ -111,7 +112,9 @@ def _can_loop(group: Group, dim: int, dtype: jnp.dtype) -> bool:
 
 def _is_indexed(path: KeyPath, leaf: Array) -> bool:
     """Whether the parameters of all layers are operands of a product with an index; others are stacked."""
-    return _setting() != STACKED and getattr(path[-1], "key", None) == "kernel" and can_index(leaf)
+    names = [getattr(each, "key", None) for each in path]
+    # Policies and storages name their arrays as they like, and take them as arrays.
+    return _setting() != STACKED and names[-1] == "kernel" and not NO_MODULES & {*names} and can_index(leaf)
 
 
 def runs_now(stacked: LayerRuns, config: DecoderConfig, params: Params, phase: Phase) -> LayerRuns:
