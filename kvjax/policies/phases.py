@@ -37,6 +37,10 @@ class BeyondPrompt(Budget):
         return True
 
     @property
+    def evicts_early(self) -> bool:
+        return self.after.evicts_early
+
+    @property
     def numberless(self) -> bool:
         return self.after.numberless
 
@@ -66,7 +70,12 @@ class BeyondPrompt(Budget):
         kept = view.live & of_prompt(view)
         if self.window is not None:
             kept &= view.recent(self.window)
-        return jnp.sum(kept, axis=2, keepdims=True, dtype=jnp.int32) + view.budget[:, None, None]
+        limit = jnp.sum(kept, axis=2, keepdims=True, dtype=jnp.int32) + view.budget[:, None, None]
+        if self.evicts_early:
+            # The prompt's slots are protected, and so among these.
+            worthy = view.live & (policy.rank(stats, view) > -jnp.inf)
+            limit = jnp.minimum(limit, jnp.sum(worthy, axis=2, keepdims=True, dtype=jnp.int32))
+        return limit
 
     def in_window(self, window: int) -> Budget:
         return dataclasses.replace(self, window=window)

@@ -110,6 +110,17 @@ def test_arrays_are_data():
     assert kept(first.state, 0) != kept(second.state, 0)
 
 
+def test_a_threshold_of_tokens_after_a_prompt_that_is_kept():
+    """In the first layer, whose scores do not depend on what is held, the same tokens go as without the prompt."""
+    model, tokens = tiny().model, random_tokens(1, 40)
+    policy = policies.learned(30, recent=2, threshold=0.0)
+    alone = kept(kvjax.log_likelihood(model, tokens, policy, prompt_length=10).state, 0)[0]
+    got = kvjax.log_likelihood(model, tokens, policies.phases(policies.full(), policy), prompt_length=10)
+    for mine, theirs in zip(kept(got.state, 0)[0], alone, strict=True):
+        assert mine == [*range(10), *(each for each in theirs if each >= 10)]
+        assert 12 < len(mine) < 38
+
+
 def test_a_split_of_heads_takes_its_own_rows():
     """Each group of heads reads the parameters of its heads: as if all heads were under one policy."""
     model, tokens = tiny().model, random_tokens(2, 30)

@@ -123,7 +123,9 @@ def branches_of(policy: Policy, selection: Selection, config: DecoderConfig) -> 
             merge = _after(policy.prompt) or policy.decode.merge
             decode = dataclasses.replace(policy.decode, group_reduce=reduce, merge=merge)
             # The ranks of slots follow from a policy that evicts one slot in each step if no other chose the slots.
-            one = policy.positions == "original" and decode.every == 1 and _has_room(first.budget, decode.budget)
+            early = decode.budget is not None and decode.budget.evicts_early
+            one = policy.positions == "original" and decode.every == 1 and not early
+            one &= _has_room(first.budget, decode.budget)
             return [Branch(None, first, decode, one, selection)]
         case WithSelection():
             return [Branch(None, policy.keep, policy.keep, True, selection)]
