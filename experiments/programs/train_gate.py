@@ -34,10 +34,6 @@ from kvjax.typing import JsonObject
 
 Array = jax.Array
 BASELINES, GATE = "baselines.json", "gate.safetensors"
-KINDS: dict[str, type[Gate]] = {
-    gate_config.LINEAR: policies.LinearGate, gate_config.MLP: policies.MlpGate, gate_config.QKV: policies.QkvGate,
-    gate_config.SINK: policies.SinkGate,
-}  # fmt: skip
 CHUNK = 256  # tokens of a chunk of a replay
 
 
@@ -152,7 +148,7 @@ def gate_of(config: TrainGateConfig) -> Gate:
         share = kind == gate_config.SINK and config.objective == gate_config.SHARE
         output = "none" if share else gate_config.OUTPUTS.get(config.objective, "none")
     width = {} if config.gate.width is None else {"width": config.gate.width}
-    return KINDS[kind](output=output, **width)
+    return policies.GATES[kind](output=output, **width)
 
 
 def policy_of(config: TrainGateConfig, gate: Gate) -> policies.Evict:

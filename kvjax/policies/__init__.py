@@ -18,7 +18,7 @@ from kvjax.policies.components import Everything, Folded, Importance, Keep, Merg
 from kvjax.policies.critical import OutputNorm, TwoStages, critical
 from kvjax.policies.ems import GlobalOrLocal, ems
 from kvjax.policies.expected_attention import ExpectedAttention, expected_attention
-from kvjax.policies.gates import Gate, GateScore, LinearGate, MlpGate, QkvGate, SinkGate
+from kvjax.policies.gates import GATES, Gate, GateScore, LinearGate, MlpGate, QkvGate, SinkGate
 from kvjax.policies.gkv import GlobalRedundancy, GlobalScore, gkv
 from kvjax.policies.h2o import (
     DecayedMass,
@@ -158,7 +158,7 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 }
 
 __all__ = [
-    "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "AfterPrompt", "Anchors", "AtMost", "Best",
+    "COMBINATORS", "D2O", "GATES", "HEAD_PLANS", "MERGES", "POLICIES", "AfterPrompt", "Anchors", "AtMost", "Best",
     "BeyondPrompt", "Budget", "CaM", "ChunkMean", "Compensation", "Cursor", "DecayedMass", "Ends", "Everything",
     "Evict", "ExpectedAttention", "Fetched", "First", "FirstSlots", "Folded", "Fraction", "FromLayer",
     "FutureLogit", "Gate", "GateImportance", "GateScore", "Given", "GlobalOrLocal", "GlobalRedundancy",

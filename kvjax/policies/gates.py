@@ -200,6 +200,10 @@ class SinkGate(Gate):
         return jnp.mean(1 / (1 + jnp.sum(jnp.exp(others - own[..., None]), axis=4)), axis=2)
 
 
+#: Gates by the names of specs in text, such as ``learned(gate=mlp(width=64))``.
+GATES: dict[str, Callable[..., Gate]] = {"linear": LinearGate, "mlp": MlpGate, "qkv": QkvGate, "sink": SinkGate}
+
+
 @dataclasses.dataclass(frozen=True)
 class GateScore(Written):
     """The score of a gate, which a token gets once.

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 from kvjax.arguments import closest, did_you_mean
 from kvjax.errors import ConfigError, KvjaxError, PolicyError, SelectionError, StorageError
 from kvjax.models.quantize import WEIGHTS, WeightCodes
-from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES, Merge, Policy
+from kvjax.policies import COMBINATORS, GATES, HEAD_PLANS, MERGES, POLICIES, Gate, Merge, Policy
 from kvjax.selection import SELECTIONS, Selection
 from kvjax.specs import user_files
 from kvjax.specs.expressions import SHOWN, parse, short
@@ -39,7 +39,7 @@ from kvjax.specs.user_files import raised_at
 from kvjax.storage import STORAGES, Storage
 from kvjax.typing import JsonObject
 
-Axis = Literal["policy", "merge", "storage", "selection", "weights"]
+Axis = Literal["policy", "merge", "gate", "storage", "selection", "weights"]
 Factory = Callable[..., Any]
 
 _WORD = re.compile(r"[^\s(),=]+")
@@ -78,9 +78,10 @@ class Registry(NamedTuple):
 
 REGISTRIES: dict[Axis, Registry] = {
     "policy": Registry(
-        Policy, POLICIES, HEAD_PLANS | COMBINATORS, ("policy", "merge"), "h2o_decay(gamma=0.9)", PolicyError
+        Policy, POLICIES, HEAD_PLANS | COMBINATORS, ("policy", "merge", "gate"), "h2o_decay(gamma=0.9)", PolicyError
     ),
     "merge": Registry(Merge, MERGES, {}, (), "d2o(beta=0.5)", PolicyError),
+    "gate": Registry(Gate, GATES, {}, (), "mlp(width=64)", PolicyError),
     "storage": Registry(Storage, STORAGES, {}, ("storage",), "int8(residual=32)", StorageError),
     "selection": Registry(
         Selection, SELECTIONS, {}, ("selection",), "quest(page=16, budget=512)", SelectionError

@@ -90,6 +90,13 @@ def test_a_text_is_a_storage_or_a_selection(axis, text, same):
     assert parse.accepts("storage", "int8") == {"group", "residual", "memory"}
 
 
+def test_a_gate_is_an_argument_of_a_policy():
+    text = "learned(budget=8, gate=mlp(width=4, output=log_sigmoid), age=True)"
+    gate = policies.MlpGate(4, output="log_sigmoid")
+    assert parse.build("policy", text) == policies.learned(8, gate=gate, age=True)
+    assert parse.build("policy", "learned(budget=8, gate=sink)").importance.gate == policies.SinkGate()
+
+
 def test_a_name_is_that_of_one_text():
     texts = ("quest(16, 512)", "quest(page=16, budget=512)")
     built = [parse.build("selection", text) for text in texts]
@@ -122,7 +129,7 @@ def test_one_slot_is_not_the_whole_prompt():
         ("storage", "int8(groups=2)", "it accepts group, residual"),
         ("storage", "integer(9)", "bits must be a whole number from 1 to 8"),
         ("storage", "nowhere.py:mine", "storage nowhere.py:mine: there is no file"),
-        ("selection", "qest(budget=4)", "unknown selection 'qest'; did you mean 'quest'.*known selections: everything"),
+        ("selection", "qest(budget=4)", "unknown selection 'qest'; did you mean 'quest'.*known selections: a2ats"),
         ("selection", "quest(pages=4)", "it accepts page, budget, first_layer"),
         ("selection", "infinigen(alpha=-1)", "alpha must be a number of at least 0"),
         ("selection", "shadowkv(budget=9)", "chunk=8 does not divide budget=9"),
