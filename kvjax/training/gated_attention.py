@@ -23,7 +23,7 @@ class GatedAttention(flax.struct.PyTreeNode):
     """A gate of a layer, and the weights of attention that it makes.
 
     Attributes:
-      params: the layer's parameters of the gate.
+      params: the layer's parameters of the gate, [K or 1, ...] each; see `kvjax.policies.Gate`.
       temperature: [] float32, of soft gates; see `kvjax.training.soft_gates`.
       gate: scores the tokens.
       retention: the slots that stay.

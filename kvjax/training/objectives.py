@@ -46,10 +46,10 @@ class Setup:
     retention: tuple[Retention, ...]
 
     def initial(self, key: Array, bias: float = 0.0) -> list[dict[str, Array]]:
-        """Returns the parameters of each layer's gate before training.
+        """Returns the parameters of each layer's gate before training, [K or 1, ...] float32 each.
 
         Args:
-          key: of random numbers.
+          key: [] key of random numbers.
           bias: added to the last bias of a gate, so that all tokens begin with a higher score.
         """
         layers = []
@@ -59,7 +59,13 @@ class Setup:
         return layers
 
     def attention(self, gates: Gates, temperature: Array, relax: str) -> list[GatedAttention]:
-        """Returns what replaces the attention of each layer."""
+        """Returns what replaces the attention of each layer.
+
+        Args:
+          gates: of each layer, [K or 1, ...] each.
+          temperature: [] float32, of soft gates.
+          relax: see `GatedAttention`.
+        """
         return [
             GatedAttention(own, temperature, self.gate, retention, relax)
             for own, retention in zip(gates, self.retention, strict=True)
@@ -72,7 +78,7 @@ def calibration_of(model: Model, gate: Gate, gates: Gates) -> Calibration:
     Args:
       model: that they were trained for.
       gate: scores the tokens.
-      gates: of each layer.
+      gates: of each layer, [K or 1, ...] each.
     """
     layers = tuple({gate.name: {part: jnp.asarray(x, jnp.float32) for part, x in own.items()}} for own in gates)
     return Calibration(
@@ -100,7 +106,7 @@ class Objective:
         Args:
           setup: what the gates are trained for.
           params: of the model, which are constants.
-          gates: of each layer.
+          gates: of each layer, [K or 1, ...] each.
           tokens: [B, T] int32, texts without padding.
           temperature: [] float32, of soft gates.
         """

@@ -119,7 +119,7 @@ def soft_gates(score: Array, retention: Retention, *, temperature: float | Array
     Args:
       score: [..., n] float32.
       retention: the slots that stay.
-      temperature: above 0.
+      temperature: above 0; a number or [] float32.
     """
     gates = jnp.exp(_log_gates(score, retention, temperature))
     return jnp.where(np.tri(score.shape[-1], dtype=bool), gates, 0.0)
