@@ -31,13 +31,13 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class Head(NamedTuple):
-    """The queries and the slots of one KV head.
+    """The queries and the slots of one KV head, or of several, whose axes come first.
 
     Attributes:
-      query: [G, p, D] float32, rotated to their positions.
-      real: [p] bool, whether there is such a query.
-      key: [S, D] float32, rotated to their positions.
-      seen: [S] bool, whether what follows sees the slot.
+      query: [..., G, p, D] float32, rotated to their positions.
+      real: [..., p] bool, whether there is such a query.
+      key: [..., S, D] float32, rotated to their positions.
+      seen: [..., S] bool, whether what follows sees the slot.
     """
 
     query: Array
@@ -47,11 +47,11 @@ class Head(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The weights and values of the slots of a head.
+    """The weights and values of the slots of one head, or of several, whose axes come first.
 
     Attributes:
-      log_weight: [S] float32, 0 where nothing was fitted.
-      value: [S, D] in the dtype of the values.
+      log_weight: [..., S] float32, 0 where nothing was fitted.
+      value: [..., S, D] in the dtype of the values.
     """
 
     log_weight: Array

@@ -27,6 +27,7 @@ from kvjax.storage import STORAGES
 from kvjax.storage.calibration import side_shapes
 from kvjax.storage.side import PROMPT as OF_PROMPT
 from tests import examples
+from tests.layers import policy_args
 
 HEADS, KV_HEADS, DIM, PROMPT, NEW, BLOCK = 4, 2, 8, 48, 8, 16
 CONFIG = DecoderConfig(
@@ -87,7 +88,8 @@ def trace(spec: CacheSpec, block: int | None) -> None:
         position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (2, tokens))
         given = Block(position=position, prompt=row, total=row, budget=budget).of_layer(LAYER)
         layer = None if layers is None else shared_layers.borrow(layers, LAYER, groups[LAYER])
-        args = LayerArgs(rope=CONFIG.rope, guess=heads[0] if tokens == 1 else None, sides=sides)
+        own = policy_args(heads[0], layout, CONFIG.rope)
+        args = LayerArgs(rope=CONFIG.rope, guess=heads[0] if tokens == 1 else None, sides=sides, **own)
         output, layer, _ = step_layer(layer, *heads, block=given, groups=groups[LAYER], args=args)
         assert output.shape == (2, HEADS, tokens, DIM)
         if layers is None:
