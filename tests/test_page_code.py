@@ -211,8 +211,8 @@ def started(monkeypatch, folder):
         package, _, name = module.partition(".")
         assert package == "experiments", module
         program = importlib.import_module(f"experiments.programs.{name}")
-        if name == "train":
-            monkeypatch.setattr(program, "train", lambda config, **_: asked.append((config, None)) or "folder")
+        if name in ("train", "tune", "train_gate"):
+            monkeypatch.setattr(program, name, lambda config, **_: asked.append((config, None)) or "folder")
         else:
             monkeypatch.setattr(program, "start", lambda *given: asked.append(given) or 0)
         found = importlib.import_module(module)
