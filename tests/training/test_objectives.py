@@ -118,3 +118,16 @@ def test_answers():
         expected.append(smooth.mean() + 0.0025 * np.mean((score[..., 1:] - score[..., :-1]) ** 2))
     got = loss(training.AnswerAttention(prompt), model, setup, gates)
     assert float(got) == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_training_on_tokens():
+    """One text is learned: the loss under the cache with the calibration is below that of the first gate."""
+    model, gate = tiny().model, policies.LinearGate()
+    retention = training.Retention(8, recent=2)
+    found = training.train_gate(model, gate, TOKENS[:1], retention, steps=15, rows=1, rate=0.05)
+    expected = kvjax.log_likelihood(
+        model, TOKENS[:1], retention.policy(gate), prompt_length=1, calibration=found.calibration
+    )
+    assert -np.mean(expected.logprobs) < found.losses[0] - 0.02 and len(found.losses) == 15
+    with pytest.raises(PolicyError, match="retention has 1 layers, and the model 2"):
+        training.train_gate(model, gate, TOKENS, [retention])

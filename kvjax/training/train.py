@@ -1,0 +1,112 @@
+"""Trains a gate on texts that are in memory; ``python -m experiments.train_gate`` does so from files, and resumes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax.arguments import count_argument, number_argument
+from kvjax.errors import PolicyError
+from kvjax.inputs import check_batch
+from kvjax.models.model import Model
+from kvjax.parallel import distributed
+from kvjax.parallel.sharding import Params
+from kvjax.policies.gates import Gate
+from kvjax.storage.calibration import Calibration
+from kvjax.summary import one_line
+from kvjax.training.objectives import NextToken, Objective, Setup, calibration_of
+from kvjax.training.retention import Retention
+
+Array = jax.Array
+CLIP = 1.0  # the largest global norm of a gradient
+
+
+class TrainedGate(NamedTuple):
+    """The result of `train_gate`.
+
+    Attributes:
+      calibration: the gate's parameters, for ``learned(..., gate=gate)``.
+      losses: [steps] float32, the loss before each step.
+    """
+
+    calibration: Calibration
+    losses: np.ndarray
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+
+def train_gate(
+    model: Model,
+    gate: Gate,
+    tokens: ArrayLike,
+    retention: Retention | Sequence[Retention],
+    *,
+    objective: Objective | None = None,
+    steps: int = 200,
+    rows: int = 4,
+    rate: float = 3e-3,
+    temperature: float = 0.5,
+    seed: int = 0,
+) -> TrainedGate:
+    """Trains the gate of the policy `learned`; the model is not trained.
+
+    The optimizer is AdamW (optax), whose rate falls as a cosine, after clipping by a global norm of 1.
+
+    Args:
+      model: from `kvjax.load`.
+      gate: scores the tokens.
+      tokens: [B, T] int, texts without padding.
+      retention: the slots that stay, of all layers or of each.
+      objective: the loss; None = `NextToken`.
+      steps: the number of steps.
+      rows: the texts of the batch of each step; steps go through all texts in turn.
+      rate: the learning rate of the first step.
+      temperature: of soft gates, see `soft_gates`.
+      seed: of the first parameters.
+
+    Raises:
+      InputError: tokens that do not fit the model.
+      PolicyError: a gate that does not suit the objective, a retention for another number of layers, or a number that
+        is not valid.
+      ConfigError: a model that is spread over several processes.
+    """
+    import optax
+
+    distributed.check_alone(model.params, "kvjax.training.train_gate")
+    objective = NextToken() if objective is None else objective
+    objective.check(gate)
+    layers = model.config.num_layers
+    of_layers = (retention,) * layers if isinstance(retention, Retention) else tuple(retention)
+    if len(of_layers) != layers:
+        raise PolicyError(f"retention has {len(of_layers)} layers, and the model {layers}; give one for each.")
+    steps, rows = (count_argument(*each, minimum=1) for each in (("steps", steps), ("rows", rows)))
+    rate = number_argument("rate", rate, minimum=0.0, maximum=float("inf"))
+    temperature = number_argument("temperature", temperature, minimum=1e-6, maximum=float("inf"))
+    texts = check_batch(model.config, tokens, None, new_tokens=0).tokens
+    setup = Setup(model.config, gate, of_layers)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(CLIP), optax.adamw(optax.cosine_decay_schedule(rate, steps), weight_decay=0.0)
+    )
+
+    @jax.jit
+    def step(params: Params, gates: Any, memory: optax.OptState, ids: Array) -> tuple[Any, optax.OptState, Array]:
+        loss, slope = jax.value_and_grad(
+            lambda gates: objective.loss(setup, params, gates, ids, jnp.float32(temperature))
+        )(gates)
+        # optax multiplies whole numbers and floats.
+        with jax.numpy_dtype_promotion("standard"):
+            change, memory = optimizer.update(slope, memory, gates)
+            return optax.apply_updates(gates, change), memory, loss
+
+    with model.on_mesh():
+        gates: Any = setup.initial(jax.random.key(seed), objective.bias)
+        memory, losses = optimizer.init(gates), []
+        for number in range(steps):
+            own = (number * rows + np.arange(rows)) % len(texts)
+            gates, memory, loss = step(model.params, gates, memory, model.place(texts[own]))
+            losses.append(loss)
+        return TrainedGate(calibration_of(model, gate, gates), np.asarray(losses, np.float32))
