@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -43,6 +44,22 @@ Array = jax.Array
 State = dict[str, PyTree]  # "trained": see `parameters.initial`; "optimizer": optax's state
 Step = Callable[[State, PyTree, Array], tuple[State, dict[str, Array]]]
 BEFORE, INPUTS = "before.json", "inputs.json"
+
+
+def start(config: TuneConfig, names: Sequence[str], argv: Sequence[str]) -> int:
+    """Tunes what a command line asks for.
+
+    Args:
+      config: the settings.
+      names: of the writers.
+      argv: the command line.
+
+    Returns:
+      The exit status.
+    """
+    folder = tune(config, command=shlex.join(["python", "-m", "experiments.tune", *argv[1:]]), writers=names)
+    print(f"Wrote {folder}/ (model, results.json, report.md, report.html, metrics.jsonl)")
+    return 0
 
 
 def tune(config: TuneConfig, *, command: str = "", progress: bool | None = None, writers: Sequence[str] = ()) -> Path:
