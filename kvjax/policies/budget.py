@@ -267,6 +267,10 @@ class FromLayer(Budget):
         return self.budget.follows_prompt
 
     @property
+    def evicts_early(self) -> bool:
+        return self.budget.evicts_early
+
+    @property
     def of_text(self) -> bool:
         return self.budget.of_text
 
