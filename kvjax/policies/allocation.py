@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import PolicyError
 from kvjax.numerics.top_k import largest
-from kvjax.policies.budget import Budget, Fraction, Slots, TextFraction, as_budget, exact, single
+from kvjax.policies.budget import Budget, Derived, Fraction, Slots, TextFraction, as_budget, exact, single
 
 if TYPE_CHECKING:
     from kvjax.policies.base import Evict
@@ -94,7 +94,7 @@ def _largest_pyramid(budget: Pyramid, prompt_lengths: range, num_layers: int) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared(Budget):
+class Shared(Derived):
     """A layer's heads share their slots by need (AdaKV, arXiv:2407.11550, Algorithm 1).
 
     Every head keeps its own best ⌊safeguard·(b - w)⌋ slots beyond the protected window of w; the rest of the layer's
@@ -129,26 +129,12 @@ class Shared(Budget):
             )
 
     @property
+    def base(self) -> Budget:
+        return self.average
+
+    @property
     def shared(self) -> bool:
         return True
-
-    @property
-    def numberless(self) -> bool:
-        return self.average.numberless
-
-    @property
-    def follows_prompt(self) -> bool:
-        return self.average.follows_prompt
-
-    @property
-    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
-        return self.average.fractions
-
-    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
-        return self.average.slots(prompt_length, num_layers)
-
-    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
-        return self.average.largest(prompt_lengths, num_layers)
 
     def own(self, room: Number) -> Number:
         """Returns ⌊safeguard·room⌋ for a number or an array of integers."""
@@ -199,7 +185,3 @@ class Shared(Budget):
 
     def traced(self) -> Budget:
         return dataclasses.replace(self, average=self.average.traced())
-
-    @property
-    def value(self) -> Any:
-        return self.average.value

@@ -236,8 +236,57 @@ class TextFraction(Budget):
         return self.fraction
 
 
+class Derived(Budget):
+    """A budget that is made of another one, and has what it does not define from that one.
+
+    Attributes:
+      base: the other budget.
+    """
+
+    @property
+    def base(self) -> Budget:
+        raise NotImplementedError
+
+    @property
+    def numberless(self) -> bool:
+        return self.base.numberless
+
+    @property
+    def first_layer(self) -> int:
+        return self.base.first_layer
+
+    @property
+    def follows_prompt(self) -> bool:
+        return self.base.follows_prompt
+
+    @property
+    def of_text(self) -> bool:
+        return self.base.of_text
+
+    @property
+    def evicts_early(self) -> bool:
+        return self.base.evicts_early
+
+    @property
+    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
+        return self.base.fractions
+
+    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
+        return self.base.slots(prompt_length, num_layers)
+
+    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
+        return self.base.largest(prompt_lengths, num_layers)
+
+    def widest(self, policy: Evict, slots: int, kv_heads: int) -> int:
+        return self.base.widest(policy, slots, kv_heads)
+
+    @property
+    def value(self) -> Any:
+        return self.base.value
+
+
 @dataclasses.dataclass(frozen=True)
-class FromLayer(Budget):
+class FromLayer(Derived):
     """A budget for the layers from `first` on; the layers before it keep every token.
 
     Attributes:
@@ -259,40 +308,15 @@ class FromLayer(Budget):
         object.__setattr__(self, "first", count_argument("first", self.first))
 
     @property
+    def base(self) -> Budget:
+        return self.budget
+
+    @property
     def first_layer(self) -> int:
         return self.first
 
-    @property
-    def follows_prompt(self) -> bool:
-        return self.budget.follows_prompt
-
-    @property
-    def evicts_early(self) -> bool:
-        return self.budget.evicts_early
-
-    @property
-    def of_text(self) -> bool:
-        return self.budget.of_text
-
-    @property
-    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
-        return self.budget.fractions
-
-    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
-        return self.budget.slots(prompt_length, num_layers)
-
-    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
-        return self.budget.largest(prompt_lengths, num_layers)
-
-    def widest(self, policy: Evict, slots: int, kv_heads: int) -> int:
-        return self.budget.widest(policy, slots, kv_heads)
-
     def traced(self) -> Budget:
         return self.budget.traced()
-
-    @property
-    def value(self) -> Any:
-        return self.budget.value
 
 
 @dataclasses.dataclass(frozen=True)

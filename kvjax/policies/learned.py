@@ -1,7 +1,6 @@
 """Learned retention: slots by the score of a trained gate."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from kvjax.arguments import number_argument
 from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict, compress_or_evict, factory
-from kvjax.policies.budget import Budget, BudgetLike, Fraction, TextFraction, as_budget
+from kvjax.policies.budget import Budget, BudgetLike, Derived, as_budget
 from kvjax.policies.components import Importance, Scope, Stats, View
 from kvjax.policies.gates import Gate, GateScore, LinearGate
 from kvjax.policies.h2o import Newest
@@ -60,7 +59,7 @@ class GateImportance(Importance):
 
 
 @dataclasses.dataclass(frozen=True)
-class AtMost(Budget):
+class AtMost(Derived):
     """A bound: slots of priority -inf are evicted even where there is room for them.
 
     Attributes:
@@ -79,34 +78,12 @@ class AtMost(Budget):
         object.__setattr__(self, "most", budget)
 
     @property
+    def base(self) -> Budget:
+        return self.most
+
+    @property
     def evicts_early(self) -> bool:
         return True
-
-    @property
-    def numberless(self) -> bool:
-        return self.most.numberless
-
-    @property
-    def first_layer(self) -> int:
-        return self.most.first_layer
-
-    @property
-    def follows_prompt(self) -> bool:
-        return self.most.follows_prompt
-
-    @property
-    def of_text(self) -> bool:
-        return self.most.of_text
-
-    @property
-    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
-        return self.most.fractions
-
-    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
-        return self.most.slots(prompt_length, num_layers)
-
-    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
-        return self.most.largest(prompt_lengths, num_layers)
 
     def limit(self, policy: Evict, stats: Stats, view: View) -> Array:
         worthy = view.live & (policy.rank(stats, view) > -jnp.inf)
@@ -115,10 +92,6 @@ class AtMost(Budget):
 
     def traced(self) -> Budget:
         return dataclasses.replace(self, most=self.most.traced())
-
-    @property
-    def value(self) -> Any:
-        return self.most.value
 
 
 @factory

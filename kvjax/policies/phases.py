@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, Policy, factory
-from kvjax.policies.budget import Budget, Fraction, TextFraction
+from kvjax.policies.budget import Budget, Derived
 from kvjax.policies.components import Importance, Scope, Stats, View
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
@@ -21,7 +21,7 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class BeyondPrompt(Budget):
+class BeyondPrompt(Derived):
     """A budget for the tokens after the prompt; the prompt's slots are kept in addition to it.
 
     Attributes:
@@ -33,38 +33,12 @@ class BeyondPrompt(Budget):
     window: int | None = None
 
     @property
+    def base(self) -> Budget:
+        return self.after
+
+    @property
     def beyond_prompt(self) -> bool:
         return True
-
-    @property
-    def evicts_early(self) -> bool:
-        return self.after.evicts_early
-
-    @property
-    def numberless(self) -> bool:
-        return self.after.numberless
-
-    @property
-    def first_layer(self) -> int:
-        return self.after.first_layer
-
-    @property
-    def follows_prompt(self) -> bool:
-        return self.after.follows_prompt
-
-    @property
-    def of_text(self) -> bool:
-        return self.after.of_text
-
-    @property
-    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
-        return self.after.fractions
-
-    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
-        return self.after.slots(prompt_length, num_layers)
-
-    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
-        return self.after.largest(prompt_lengths, num_layers)
 
     def limit(self, policy: Evict, stats: Stats, view: View) -> Array:
         kept = view.live & of_prompt(view)
@@ -82,10 +56,6 @@ class BeyondPrompt(Budget):
 
     def traced(self) -> Budget:
         return dataclasses.replace(self, after=self.after.traced())
-
-    @property
-    def value(self) -> Any:
-        return self.after.value
 
 
 def of_prompt(view: View) -> Array:

@@ -82,8 +82,8 @@ def test_an_array_of_budgets_is_a_tuple_of_them():
         (lambda: policies.h2o(budget=8, group_reduce="sum"), "'mean' or 'max'"),
         (lambda: policies.h2o(budgt=8), "it accepts budget, recent"),
         (lambda: policies.h2o(), "budget"),
-        (lambda: by_name("h3o", budget=8), "full, h2o, .*, window"),
-        (lambda: accepts("h3o"), "fixed, full, h2o"),
+        (lambda: by_name("h3o", budget=8), "full, gkv, h2o, .*, window"),
+        (lambda: accepts("h3o"), "fixed, full, gkv, h2o"),
         (lambda: by_name("full", budget=8), "accepts positions"),
         (
             lambda: policies.evict(importance=policies.Importance(needs={"mess"}, score=policies.mass.score), budget=8),
