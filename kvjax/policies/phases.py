@@ -261,6 +261,11 @@ def phases(prompt: Policy, decode: Policy) -> Phases:
         )
     if isinstance(decode.budget, BeyondPrompt):
         raise PolicyError(f"phases(decode={decode.name}): it is combined already; give the policy itself.")
+    if any(not each.per_slot for each in decode.rounds):
+        raise PolicyError(
+            f"phases(decode={decode.name}): it counts slots from the beginning of the text, the prompt included; "
+            "give a policy that ranks single slots, such as h2o(budget=256)."
+        )
     importance = AfterPrompt(decode.importance) if decode.importance.of_budget else decode.importance
     kept = dataclasses.replace(
         decode, importance=importance, budget=BeyondPrompt(decode.budget), scope=KeptPrompt(decode.scope)

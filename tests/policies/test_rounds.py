@@ -124,6 +124,10 @@ def test_a_ladder_is_laid_over_the_layers_of_the_model():
 @pytest.mark.parametrize(
     ("made", "match"),
     [
+        (
+            lambda: policies.phases(policies.full(), policies.ladder(64, span=1, layers=2)),
+            "counts slots from the beginning",
+        ),
         (lambda: policies.ladder(64, span=4, overlap=4), "overlap=4 is not less than span=4"),
         (lambda: policies.ladder(64, span=4, layers=4), "span=4 with overlap=0 and 4 layers thins nothing"),
         (lambda: layers.lowered(policies.ladder(8, span=1), CASE), "and 1 layers thins nothing: a unit has 1 slots"),
