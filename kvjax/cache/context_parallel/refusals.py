@@ -28,7 +28,7 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
         return f"policy {policy.name} remembers queries"
     if policy.rounds:
         return f"policy {policy.name} remembers earlier evictions"
-    if group.writes:
+    if policy.writes or group.writes:
         return f"policy {policy.name} has scores that a token gets once"
     if policy.params:
         return f"policy {policy.name} has parameters"
