@@ -133,7 +133,7 @@ POLICIES: Registry[Policy] = Registry(
 )
 by_name, accepts, names = POLICIES.by_name, POLICIES.accepts, POLICIES.names
 
-#: Policies of heads, for a table that belongs to one model (`kvjax.analysis` makes one), and of layers.
+#: Policies that differ by head, for a table that belongs to one model (`kvjax.analysis` makes one), or by layer.
 HEAD_PLANS: dict[str, Callable[..., Policy]] = {
     "split_heads": split_heads,
     "duo_attention": duo_attention,

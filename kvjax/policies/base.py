@@ -156,17 +156,17 @@ class Evict(Policy):
 
     @property
     def replay(self) -> Replay | None:
-        """How a prompt is replayed when it ends, before slots are ranked; None = it is not."""
+        """How a prompt is replayed when it ends, before slots are ranked; None = no replay."""
         return self.importance.replay
 
     @property
     def folding(self) -> Merge | None:
-        """The merge, if it folds evicted pairs into others."""
+        """The merge, if it folds evicted pairs into kept ones; otherwise None."""
         return self.merge if self.merge is not None and self.merge.folds else None
 
     @property
     def memory(self) -> tuple[RowMemory, ...]:
-        """The memories that ranking reads: of a row's queries, and of earlier rounds."""
+        """The memories that ranking reads, of queries and of earlier rounds."""
         return tuple(dict.fromkeys((*self.importance.memory, *self.scope.memory)))
 
     @property
@@ -176,7 +176,7 @@ class Evict(Policy):
 
     @property
     def writes(self) -> tuple[Written, ...]:
-        """The scores that a token gets once, which ranking reads."""
+        """The written scores that ranking reads."""
         return tuple(dict.fromkeys((*self.importance.writes, *self.scope.writes)))
 
     @property

@@ -44,7 +44,7 @@ class Budget(Restorable):
       shared: whether the heads of a layer share their slots.
       of_text: whether `slots` takes the number of tokens of each row's whole text instead of its prompt.
       beyond_prompt: whether only tokens after the prompt count, and the prompt's slots are all kept.
-      evicts_early: whether slots of priority -inf are evicted even where there is room for them.
+      evicts_early: whether slots of priority -inf are evicted even if the head is within its budget.
     """
 
     @property
@@ -237,7 +237,7 @@ class TextFraction(Budget):
 
 
 class Derived(Budget):
-    """A budget that is made of another one, and has what it does not define from that one.
+    """A budget that wraps another one: every property and method that it does not define is the other budget's.
 
     Attributes:
       base: the other budget.

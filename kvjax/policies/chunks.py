@@ -1,4 +1,4 @@
-"""ChunkKV: prompts are shortened by whole chunks of consecutive tokens, the same in all heads (arXiv:2502.00299)."""
+"""ChunkKV: evicts whole chunks of consecutive tokens of a prompt, the same in all heads (arXiv:2502.00299)."""
 
 import dataclasses
 from typing import Any
@@ -21,26 +21,26 @@ _place = jax.vmap(jax.vmap(lambda into, place, x: into.at[place].set(x, mode="dr
 
 
 def looks_at_slots(scope: Scope) -> bool:
-    """Returns whether a scope looks at more than positions, and so can protect other slots in each head."""
+    """Returns whether a scope reads more than positions, and so can protect different slots in different heads."""
     return bool(scope.needs or scope.reads or scope.memory or scope.writes or scope.params)
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkMean(Importance):
-    """Ranks a slot by the mean importance of its chunk, and in the chunk by its own (ChunkKV, arXiv:2502.00299).
+    """Ranks a slot by the mean importance of its chunk, then by its own (ChunkKV, arXiv:2502.00299).
 
-    The prompt is divided into chunks of `chunk` positions, and importance is summed over the KV heads of the layer. The
-    score is the number of slots that are evicted before: the chunks of the largest means stay whole as long as there is
-    room, and the next one keeps its largest slots. Of equal chunks, the newer stays. Slots that the scope protects are
-    in no chunk.
+    The prompt is divided into chunks of `chunk` positions, and importance is summed over the KV heads of the layer.
+    Chunks are kept whole, those of the largest means first, until the budget is full; the last of them keeps its most
+    important slots. Of equal chunks, the newer stays. The score of a slot is the number of slots that are evicted
+    before it. Slots that the scope protects are in no chunk.
 
     Attributes:
       importance: ranks the slots of each head; its `amount` must be true.
-      scope: what the policy protects, in all heads alike.
+      scope: protects the same positions in all heads.
       chunk: the number of positions of a chunk.
 
     Raises:
-      PolicyError: an importance that only orders the slots or is shared by heads, or a scope that looks at more than
+      PolicyError: an importance that only orders the slots or is shared by heads, or a scope that reads more than
         positions.
     """
 
@@ -79,7 +79,7 @@ class ChunkMean(Importance):
         batch, _, size = view.position.shape
         chunks = -(-size // self.chunk)
         base = self.importance.amounts(stats, view)
-        # [B, 1, S], of all heads: they hold the same positions in the same slots
+        # [B, 1, S]: the sum over the heads, which hold the same positions in the same slots
         base = slot_reductions.mean_over_heads(jnp.where(jnp.isnan(base), -jnp.inf, base))
         position = view.position[:, :1]
         counted = view.live[:, :1] & ~self.scope.protected(stats, view)[:, :1]
@@ -105,18 +105,18 @@ class ChunkMean(Importance):
 def chunkkv(base: Policy, *, chunk: int = 10) -> Evict:
     """Keeps whole chunks of the prompt, by the mean importance of their slots (ChunkKV, arXiv:2502.00299).
 
-    All heads of a layer keep the same positions: importance is summed over them. See `ChunkMean`. What `base` protects
-    stays, and is in no chunk.
+    All heads of a layer keep the same positions, because importance is summed over them; see `ChunkMean`. Slots that
+    `base` protects are kept, and are in no chunk.
 
     Args:
-      base: a compressor such as snapkv, whose importance ranks the slots and whose budget counts.
+      base: a compressor such as snapkv, which gives the importance, the scope and the budget.
       chunk: the number of positions of a chunk.
 
     Raises:
       PolicyError: a policy that is not a compressor, whose importance only orders the slots (`lagkv`), that protects
         other slots in each head, or whose heads share their slots (`adakv`).
 
-    The authors' code keeps a whole number of chunks, and so fewer slots than the budget.
+    The authors' code keeps whole chunks only, and therefore fewer slots than the budget.
     """
     inner = ranks_each_head("chunkkv", base)
     if inner.when != "prompt_end" or (inner.budget is not None and inner.budget.shared):

@@ -1,4 +1,4 @@
-"""Compactor: leverage of keys, and attention inside of chunks that looks both ways (arXiv:2507.08143)."""
+"""Compactor: leverage of keys, and non-causal attention within chunks of the prompt (arXiv:2507.08143)."""
 
 import dataclasses
 
@@ -27,15 +27,15 @@ _place = jax.vmap(jax.vmap(lambda into, place, x: into.at[place].set(x, mode="dr
 
 
 def noncausal_mass(query: Array, key: Array, counted: Array, scale: float) -> Array:
-    """Returns the attention that each token receives from all queries of its chunk, later and earlier ones.
+    """Returns the attention that each token receives from all queries of its chunk, earlier and later ones.
 
-    The softmax is over the tokens of the chunk, and the mean over the query heads that share a KV head (Compactor,
-    arXiv:2507.08143).
+    The softmax is over the tokens of the chunk. The result is the mean over the query heads that share a KV head
+    (Compactor, arXiv:2507.08143).
 
     Args:
       query: [B, K, G, C, t, D], rotated; C chunks of t tokens.
       key: [B, K, C, t, D], rotated.
-      counted: [B, K, C, t] bool, whether there is such a token.
+      counted: [B, K, C, t] bool, False where a chunk has no token.
       scale: factor of the logits.
 
     Returns:
@@ -54,7 +54,7 @@ def noncausal_mass(query: Array, key: Array, counted: Array, scale: float) -> Ar
 
 
 def standardised(x: Array, counted: Array) -> Array:
-    """Returns x [B, K, S] less its mean, over its deviation, both of what counts in all heads of a row; 0 elsewhere."""
+    """Returns x [B, K, S] with mean 0 and deviation 1 over the counted slots of all heads of a row; 0 elsewhere."""
     # [B, 1, 1]
     number = jnp.sum(counted, axis=(1, 2), keepdims=True).astype(jnp.float32)
     mean = jnp.sum(jnp.where(counted, x, 0.0), axis=(1, 2), keepdims=True) / jnp.maximum(number, 1.0)
@@ -65,12 +65,12 @@ def standardised(x: Array, counted: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class LeverageAndMass(Importance):
-    """Ranks a slot by the leverage of its key, and by the attention inside of its chunk (arXiv:2507.08143).
+    """Ranks a slot by the leverage of its key and the attention within its chunk, blend·ℓ + n (arXiv:2507.08143).
 
-    blend·ℓ + n of the inner slots, those but the first `sinks` and the last `recent` of the prompt. ℓ is the leverage
-    of the key before rotation, see `leverage_scores`. n is the attention of all queries of the chunk, see
-    `noncausal_mass`, times ‖v‖₂, averaged over a slot and its two neighbours. Both are standardised over the inner
-    slots of all KV heads that are ranked together.
+    ℓ is the leverage of the key before rotation, see `leverage_scores`. n is the attention of all queries of the chunk,
+    see `noncausal_mass`, times ‖v‖₂, averaged over a slot and its two neighbours. Inner slots are those between the
+    first `sinks` and the last `recent` of the prompt. ℓ and n are standardised over the inner slots of all KV heads
+    that are ranked together.
 
     Attributes:
       sinks: the number of first positions that are left out.
@@ -80,7 +80,7 @@ class LeverageAndMass(Importance):
       ridge: see `kvjax.policies.leverage.Leverage`.
       sketch: the number of Gaussian directions that keys are projected to before leverage is computed; None = all
         features as they are.
-      seed: of the Gaussian directions, which are the same for all heads of a layer.
+      seed: the random seed of the directions, which are the same for all heads of a layer.
     """
 
     sinks: int
@@ -126,8 +126,8 @@ class LeverageAndMass(Importance):
         return jax.random.normal(key, (view.key.shape[3], self.sketch), jnp.float32) / self.sketch**0.5
 
     def _attention(self, view: View, inner: Array) -> Array:
-        """Returns n before it is standardised, [B, K, S]; for inner slots."""
-        # [B, K, G, P, D], the query of each position of the prompt, all of whose tokens are live
+        """Returns n of the inner slots before standardisation, [B, K, S]."""
+        # [B, K, G, P, D], the query of each position of the prompt; no slot has been evicted yet
         query = view.memory[QUERIES.name]["query"][:, :, :, : view.position.shape[2]]
         batch, kv_heads, group, length, dim = query.shape
         chunks = max(-(-(length - self.sinks - self.recent) // self.chunk), 1)
@@ -165,26 +165,26 @@ def compactor(
     seed: int = 0,
     positions: str = "original",
 ) -> Evict:
-    """Keeps keys of large leverage and slots that their part of the text attends to (Compactor, arXiv:2507.08143).
+    """Keeps slots of large leverage, and of large attention within their chunk (Compactor, arXiv:2507.08143).
 
-    Needs no question at the prompt's end: the queries of each chunk look at all of its slots, later ones included.
-    See `LeverageAndMass`. The first `sinks` and the last `recent` positions of the prompt are protected.
+    The queries of each chunk attend to all of its slots, later ones included, so that the prompt need not end with a
+    question. See `LeverageAndMass`. The first `sinks` and the last `recent` positions of the prompt are protected.
 
     Args:
       budget: slots per KV head that remain of a prompt; see `snapkv`.
       sinks: the number of first positions that are protected.
       recent: the number of last positions that are protected.
       chunk: the number of slots of a chunk.
-      blend: the weight of leverage; None = 1 - b / n, the share of the prompt that goes.
+      blend: the weight of leverage; None = 1 - b / n, the share of the prompt that is evicted.
       ridge: see `leverage`.
       sketch: see `LeverageAndMass`.
-      seed: of the sketch.
+      seed: the random seed of the sketch.
       positions: see `evict`.
 
     The queries of the prompt are held until it ends, in float32: as many numbers as the keys of a cache that has a KV
     head per query head. A prompt in blocks therefore gives the same result as one in one shot.
 
-    kvpress has no scale of the logits, lets padding of the last chunk take part, and standardises over the batch.
+    kvpress does not scale the logits, counts the padding of the last chunk, and standardises over the batch.
     """
     return compress(
         importance=LeverageAndMass(sinks, recent, chunk, blend, ridge, sketch, seed),

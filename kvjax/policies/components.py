@@ -53,11 +53,11 @@ class View(NamedTuple):
       frame: how `key` is rotated; None where slots are divided over devices, and in kernels.
       memory: name of a `RowMemory` -> its arrays [B, K, ...].
       scale: factor of the logits.
-      soft_cap: of the logits, see `kvjax.attention.problem`; None = there is none.
+      soft_cap: the soft cap of the logits, see `kvjax.attention.problem`; None = no cap.
       window: the layer's sliding window; None = queries see all slots.
-      most_left: the most slots of a head that a compressor leaves of a prompt; None = not known.
+      most_left: the largest number of slots per head that a compressor keeps of a prompt; None = not known.
       num_layers: the number of layers of the model.
-      params: name of a policy's `Parameters` -> part -> [K or 1, ...] of these KV heads.
+      params: the arrays of the policy's `Parameters` for these KV heads, name -> part -> [K or 1, ...].
     """
 
     position: Array
@@ -116,12 +116,12 @@ class View(NamedTuple):
 
 
 class _OfParts:
-    """An attribute that a component has from those in its `made_of`, unless it has its own.
+    """A descriptor of an attribute that is collected from the components in `made_of`, unless the class sets it.
 
-    It is no property, so that a frozen dataclass may have a field of its name.
+    A property would not allow a frozen dataclass to have a field of the same name.
 
     Args:
-      first: whether it is what the first of them has that has any, and not a tuple of all that they have.
+      first: whether the value is that of the first component that has one; otherwise it is a tuple of all values.
     """
 
     def __init__(self, *, first: bool = False) -> None:
@@ -153,13 +153,13 @@ class Importance:
       by_age: whether the score is the position, so that the oldest is evicted first.
       by_position: whether the score depends on positions alone, so that all heads hold the same.
       reads: which of "key" and "value" `score` reads from the view.
-      memory: what `score` reads of a row's queries, as `kvjax.policies.row_memory.RowMemory`, and of earlier rounds of
-        evictions, as `kvjax.policies.round_memory.RoundMemory`.
-      replay: how the prompt is replayed before `score` reads ``stats["replayed"]``; None = it is not.
+      memory: the memories that `score` reads: of queries, `kvjax.policies.row_memory.RowMemory`, and of earlier rounds
+        of evictions, `kvjax.policies.round_memory.RoundMemory`.
+      replay: how the prompt is replayed before `score` reads ``stats["replayed"]``; None = no replay.
       params: the parameters that `score` reads, as `kvjax.policies.parameters.Parameters`.
       writes: the scores that `score` reads of each token, as `kvjax.policies.written.Written`.
-      made_of: the importances, scopes and policies that it is made of, whose memory, parameters, scores and replay it
-        reads.
+      made_of: the importances, scopes and policies that it uses; it also reads their memory, parameters, scores and
+        replay.
     """
 
     score: Callable[[Stats, View], Array]
@@ -203,7 +203,7 @@ class Importance:
     def amounts(self, stats: Stats, view: View) -> Array:
         """Returns the scores as amounts that others multiply, [B, K, S] float32.
 
-        Override it where `score` orders faint amounts that float32 would round to 0.
+        Override this method if `score` orders amounts so small that float32 would round them to 0.
         """
         return self.score(stats, view)
 
@@ -350,7 +350,7 @@ class Merge:
         return None
 
     def afterwards(self) -> "Merge | None":
-        """Returns the merge that decoding needs after a compressor with this merge; None = none."""
+        """Returns the merge that decoding needs after a compressor with this merge; None if it needs none."""
         return None
 
 

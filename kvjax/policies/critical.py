@@ -1,4 +1,4 @@
-"""CriticalKV: slots by attention times the norm of the value's part of the output (arXiv:2502.03805)."""
+"""CriticalKV: ranks slots by attention times the norm of the projected value (arXiv:2502.03805)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class OutputNorm(Written):
-    """The norm of what a value adds to the output of attention, ‖v W_o‖₁, mean over the query heads of a KV head."""
+    """The norm of a value after the output projection, ‖v W_o‖₁; the mean over the query heads of a KV head."""
 
     name = "output_norm"
     projects = True
@@ -34,7 +34,7 @@ class OutputNorm(Written):
         groups = kernel.shape[1]
 
         def add(total: Array, one: Array) -> tuple[Array, None]:
-            # [B, K, n, E], of one query head of each KV head at a time
+            # [B, K, n, E]: one query head of each KV head
             output = jnp.einsum("bknd,kde->bkne", value, one, precision=jax.lax.Precision.HIGHEST)
             return total + jnp.sum(jnp.abs(output), axis=3), None
 
@@ -44,14 +44,14 @@ class OutputNorm(Written):
 
 @dataclasses.dataclass(frozen=True)
 class TwoStages(Importance):
-    """Protects the slots of most attention, and ranks the others by attention times `OutputNorm` (arXiv:2502.03805).
+    """Ranks in two stages: first by attention, then by attention times `OutputNorm` (arXiv:2502.03805, Algorithm 1).
 
-    Of the slots of the budget that a scope does not protect, ⌊first_stage·number⌋ are for those of the largest
-    importance, of equal ones the newer. The others have (importance + ε)·‖v W_o‖₁ (Algorithm 1).
+    With m slots of the budget left after the scope, the ⌊first_stage·m⌋ slots of the largest importance rank first; of
+    equal ones, the newer. The other slots are ranked by (importance + ε)·‖v W_o‖₁.
 
     Attributes:
       importance: the attention; its `amount` must be true, and it must not be negative.
-      scope: the slots that are protected besides.
+      scope: the slots that the policy protects.
       first_stage: the share of the budget that is chosen by the importance alone, 0 to 1.
       epsilon: added to the importance.
 
@@ -105,10 +105,10 @@ class TwoStages(Importance):
 
 @factory
 def critical(policy: Policy, *, first_stage: float = 0.5, epsilon: float = 1e-4) -> Evict:
-    """Ranks by attention times the norm of what the value adds to the output (CriticalKV, arXiv:2502.03805).
+    """Ranks by attention times the norm of the projected value (CriticalKV, arXiv:2502.03805).
 
-    A part of the budget is for the slots of the largest importance of a policy; the others are ranked by this
-    importance times ‖v W_o‖₁. The policy's scope protects as before. See `TwoStages`.
+    The first part of the budget keeps the slots of the policy's largest importance. The rest keeps slots by this
+    importance times ‖v W_o‖₁. The policy's scope is unchanged. See `TwoStages`.
 
     Args:
       policy: made by `evict` or `compress`, such as h2o, snapkv or expected_attention(value_norm=False).

@@ -1,4 +1,4 @@
-"""Random keys of slots: numbers that depend on the seed, the layer, the head and the position, and on nothing else."""
+"""Random keys of slots, which depend only on the seed, the layer, the head and the position."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ LARGEST_SEED = 2**32 - 1  # jax.random.key uses 32 bits
 def slot_keys(seed: int, view: View) -> Array:
     """Returns a random key for each slot, [B, K, S], into which layer, head and position are folded.
 
-    A slot's key depends neither on where it is, nor on its row's place in the batch, nor on what other slots hold.
+    The key does not depend on the slot's index, on the row's index in the batch, or on other slots.
 
     Args:
       seed: 0 to 2³² - 1.

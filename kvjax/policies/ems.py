@@ -1,4 +1,4 @@
-"""EMS: attention over the whole text and of the newest queries, and a merge of what is evicted (arXiv:2412.08521)."""
+"""EMS: ranks by the attention of all queries and of the newest ones, and merges evicted slots (arXiv:2412.08521)."""
 
 import dataclasses
 
@@ -24,10 +24,10 @@ def _of_largest(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class GlobalOrLocal(Importance):
-    """Ranks a slot by its attention from all queries or from the newest ones, whichever is more (arXiv:2412.08521).
+    """Ranks a slot by the larger of its attention from all queries and from the newest ones (arXiv:2412.08521).
 
-    The larger of S / max S and S_w / max S_w, over the live slots of a head: S is the attention of all queries since
-    the slot was written, and S_w that of the last `window` queries.
+    The score is max(S / max S, S_w / max S_w), with the maxima over the live slots of a head. S is the attention from
+    all queries since the slot was written, and S_w that from the last `window` queries.
 
     Attributes:
       window: the number of newest queries.
@@ -64,7 +64,7 @@ def ems(
     group_reduce: str = "mean",
     every: int = 1,
 ) -> Evict:
-    """Keeps what all queries or the newest ones attend to, and merges what is evicted (EMS, arXiv:2412.08521).
+    """Keeps the slots that all queries or the newest ones attend to, and merges evicted slots (EMS, arXiv:2412.08521).
 
     Importance is the larger of two shares of attention, see `GlobalOrLocal`; the `recent` newest positions are
     protected. A slot that is evicted is averaged into the kept slot of the most similar key, or dropped if there is
@@ -73,14 +73,14 @@ def ems(
     Args:
       budget: see `evict`.
       recent: the number of newest positions that are protected; None = ⌊b/2⌋.
-      window: the number of newest queries whose attention is kept apart: as many float32 numbers per slot.
+      window: the number of newest queries whose attention is stored, one float32 number per query and slot.
       threshold: the smallest cosine of keys that are merged, -1 to 1.
       positions: see `evict`.
       group_reduce: see `evict`.
       every: see `evict`.
 
-    Written from the paper's text, without its code: that the larger of the two shares counts, and the weights of the
-    merge, are choices of kvjax. The paper also gives heads budgets of their own.
+    Written from the paper's text, without its code: the maximum of the two shares and the weights of the merge are
+    kvjax's choices. The paper also gives each head its own budget.
     """
     return evict(
         importance=GlobalOrLocal(window), scope=Newest(recent), budget=budget, merge=SimilarKey(threshold),

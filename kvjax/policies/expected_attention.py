@@ -76,7 +76,7 @@ class ExpectedAttention(Importance):
         return (jnp.exp(share) + self.epsilon) * factor
 
     def _expected(self, view: View) -> tuple[Array, Array]:
-        """Returns the logarithm of the expected attention, and what it is multiplied by, both [B, K, S] float32."""
+        """Returns the logarithm of the expected attention, and its factor, both [B, K, S] float32."""
         memory = view.memory[self._moments.name]
         key = view.rotated().astype(jnp.float32)
         exact = jax.lax.Precision.HIGHEST

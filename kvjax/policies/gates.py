@@ -30,8 +30,8 @@ class Gate(Parameters):
     """A pure function of a layer's parameters and a token that scores the token for each KV head.
 
     Attributes:
-      matrices: the names of parts that are matrices, whose last axis is multiplied; others are added.
-      output: a function of the result: ``none``, ``sigmoid`` or ``log_sigmoid``.
+      matrices: the names of the parts that are matrices, contracted over their last axis; other parts are biases.
+      output: the function applied to the result: ``none``, ``sigmoid`` or ``log_sigmoid``.
     """
 
     output: str = dataclasses.field(default="none", kw_only=True)
@@ -55,10 +55,10 @@ class Gate(Parameters):
         return OUTPUTS[self.output](self.raw(params, token))
 
     def initial(self, key: Array, sizes: ModelSizes) -> dict[str, Array]:
-        """Returns one layer's parameters, [K or 1, ...], before training: normal matrices, and zeros.
+        """Returns one layer's initial parameters, [K or 1, ...]: random normal matrices, and biases of 0.
 
         Args:
-          key: [] of random numbers.
+          key: [] random key.
           sizes: of the model.
         """
         made = {}
@@ -90,7 +90,7 @@ class LinearGate(Gate):
 
 @dataclasses.dataclass(frozen=True)
 class MlpGate(Gate):
-    """A network of one hidden layer on the hidden state (KVzap, arXiv:2601.07891; TRIM-KV, arXiv:2512.03324).
+    """A network with one hidden layer, on the hidden state (KVzap, arXiv:2601.07891; TRIM-KV, arXiv:2512.03324).
 
     Arrays of a layer: ``up`` [1, width, E], ``up_bias`` [1, width], ``down`` [K, width], ``down_bias`` [K].
 
@@ -118,9 +118,9 @@ class MlpGate(Gate):
 
 @dataclasses.dataclass(frozen=True)
 class QkvGate(Gate):
-    """A network of one hidden layer on the layer's queries, keys and values (Locret, arXiv:2410.01805, section 3.2).
+    """A network with one hidden layer, on the layer's queries, keys and values (Locret, arXiv:2410.01805, sec. 3.2).
 
-    Arrays of a layer: as of `MlpGate`, with (H + 2 K) D inputs: the queries of all heads before rotation, the keys
+    Arrays of a layer: those of `MlpGate` with (H + 2 K) D inputs: the queries of all heads before rotation, the keys
     before rotation, and the values. All KV heads of a layer must be under one policy.
 
     Attributes:
@@ -159,7 +159,7 @@ class QkvGate(Gate):
 
 @dataclasses.dataclass(frozen=True)
 class SinkGate(Gate):
-    """Attention of the token to itself beside sinks that are learned (Fast KVzip, arXiv:2601.17668, section 3).
+    """Attention of the token to itself, in competition with learned sinks (Fast KVzip, arXiv:2601.17668, section 3).
 
     With q = rms(W_q x) for each query head, k = rms(W_k x) for each KV head and the logit l = k·q / √w + c, the score
     is the mean over the query heads that share a KV head of 1 / (1 + Σ exp(base·q / √w - l)), over the sinks.
@@ -167,7 +167,7 @@ class SinkGate(Gate):
     Arrays of a layer: ``query`` [K, G, w, E], ``key`` [K, w, E], ``bias`` [K, G], ``base`` [K, sinks, w].
 
     Attributes:
-      width: w, features of its queries and keys.
+      width: w, the number of features of its queries and keys.
       sinks: the number of learned sinks.
     """
 
@@ -200,13 +200,13 @@ class SinkGate(Gate):
         return jnp.mean(1 / (1 + jnp.sum(jnp.exp(others - own[..., None]), axis=4)), axis=2)
 
 
-#: Gates by the names of specs in text, such as ``learned(gate=mlp(width=64))``.
+#: Gates by their names in text specs such as ``learned(gate=mlp(width=64))``.
 GATES: dict[str, Callable[..., Gate]] = {"linear": LinearGate, "mlp": MlpGate, "qkv": QkvGate, "sink": SinkGate}
 
 
 @dataclasses.dataclass(frozen=True)
 class GateScore(Written):
-    """The score of a gate, which a token gets once.
+    """The score of a gate, computed once per token.
 
     Attributes:
       gate: the gate.
@@ -227,7 +227,7 @@ class GateScore(Written):
 
 
 def _network(width: int, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a network of one hidden layer, which all KV heads share, and an output for each."""
+    """Returns the shapes of a network with one hidden layer that all KV heads share, and one output per KV head."""
     return {"up": (1, width, inputs), "up_bias": (1, width), "down": (outputs, width), "down_bias": (outputs,)}
 
 

@@ -1,4 +1,4 @@
-"""Redundancy and a score that lasts over several rounds of evictions (G-KV, arXiv:2512.00504)."""
+"""G-KV: redundancy, and a score that is remembered over rounds of evictions (arXiv:2512.00504)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ def relative(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class GlobalScore(RoundMemory):
-    """Remembers the largest attention of each slot over rounds, of which older ones count less: F = max(α·F, a).
+    """Remembers the largest attention of each slot over rounds, with decay: F = max(α·F, a).
 
-    a is the mean over the last `window` queries of the largest attention of the query heads that share a KV head, to
-    the slots that each query sees, divided by its maximum over the slots that are older than all of these queries; 0
-    for the others.
+    a is the attention of the last `window` queries: the maximum over the query heads that share a KV head, averaged
+    over the queries, and divided by its maximum over the slots that are older than all of these queries. For slots that
+    are not older, a is 0.
 
     Attributes:
       window: the number of newest queries.
@@ -69,15 +69,15 @@ class GlobalScore(RoundMemory):
 
 @dataclasses.dataclass(frozen=True)
 class GlobalRedundancy(Importance):
-    """Ranks a slot by λ·F - (1 - λ)·ρ (G-KV, arXiv:2512.00504): its global score, less its redundancy.
+    """Ranks a slot by its global score less its redundancy, λ·F - (1 - λ)·ρ (G-KV, arXiv:2512.00504).
 
-    For F see `GlobalScore`. ρ is the redundancy of R-KV, see `Redundancy`, divided by its maximum over the slots that
-    are older than the last `window` queries.
+    F is the score of `GlobalScore`. ρ is the redundancy of R-KV, see `Redundancy`, divided by its maximum over the
+    slots that are older than the last `window` queries.
 
     Attributes:
       window: the number of newest queries.
       lam: λ, 0 to 1.
-      alpha: the part of a global score that is left in the next round, 0 to 1.
+      alpha: the factor of a global score from one round to the next, 0 to 1.
       similar: the cosine above which keys count as similar.
     """
 
@@ -118,17 +118,17 @@ def gkv(
     similar: float = 0.5,
     positions: str = "original",
 ) -> Evict:
-    """Evicts what queries of this round and of earlier ones attend to least, and what is redundant (arXiv:2512.00504).
+    """Keeps slots of high attention in this round or earlier ones, and of low redundancy (G-KV, arXiv:2512.00504).
 
-    Importance is λ·F - (1 - λ)·redundancy, see `GlobalRedundancy`. F is what a slot remembers of the rounds so far: the
-    larger of its attention now and α times its F of the last round. The `window` newest positions are protected.
+    Importance is λ·F - (1 - λ)·redundancy, see `GlobalRedundancy`. F is the larger of the slot's attention in this
+    round and α times its F of the last round. The `window` newest positions are protected.
 
     Args:
       budget: see `evict`.
       every: see `evict`. All keys of a head are compared with each other whenever it evicts.
       window: the number of newest queries whose attention counts, and of newest positions that are protected.
       lam: λ, the weight of attention, 0 to 1.
-      alpha: α, the part of F that is left in the next round, 0 to 1.
+      alpha: α, the factor of F from one round to the next, 0 to 1.
       similar: the cosine above which keys count as similar.
       positions: see `evict`.
     """

@@ -129,8 +129,8 @@ def duo_attention(heads: object, *, sinks: int = 64, recent: int = 256, position
       recent: the number of newest positions that a streaming head keeps.
       positions: see `evict`.
 
-    DuoAttention learns the table by training gates on passkeys, as `kvjax.analysis.head_gates` does. It may have any
-    other source, such as `kvjax.analysis.retrieval_heads`, which measures attention.
+    DuoAttention learns the table by training gates on passkeys, as `kvjax.analysis.head_gates` does. Other tables can
+    be used, such as that of `kvjax.analysis.retrieval_heads`, which measures attention.
     """
     sinks, recent = count_argument("sinks", sinks), count_argument("recent", recent, minimum=1)
     streaming = evict(

@@ -1,4 +1,4 @@
-"""Slots by the gradient of the hidden states of a replay of the prompt."""
+"""KVgrad: ranks slots by the gradient of the hidden states of a replay of the prompt."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class ReplayedGradient(Importance):
-    """Ranks a slot by how much the hidden states of a replay of the prompt change with its column of attention.
+    """Ranks a slot by the gradient of the replay's hidden states with respect to a gate on its attention.
 
     A gate g multiplies the attention probabilities of the slot, for all queries of the replay and all query heads of
-    the KV head. Importance is the sum over chunks of |∂ Σ_i ‖h_i‖₂ / ∂g| at g = 1, where h_i is what leaves the last
-    layer for token i of the chunk's block, before the final norm: the first-order change when the slot adds nothing. It
-    includes the changes of all later layers, which an attention probability does not. A gate before the softmax would
-    have no gradient where a slot receives all of the attention.
+    the KV head. Importance is the sum over chunks of |∂ Σ_i ‖h_i‖₂ / ∂g| at g = 1, where h_i is the output of the last
+    layer for token i of the chunk's block, before the final norm. This is the first-order change of the norms if the
+    slot is removed, and includes the changes in all later layers, unlike an attention probability. The gate is after
+    the softmax: before it, a slot that receives all of the attention would have no gradient.
 
     Attributes:
       replay: how the prompt is replayed, with ``by="gradient"``.
 
     Raises:
-      PolicyError: a replay by something else.
+      PolicyError: a replay with another ``by``.
     """
 
     replay: Replay = dataclasses.field(default_factory=lambda: Replay(by="gradient"))
@@ -55,10 +55,10 @@ def kvgrad(
 ) -> Evict:
     """Keeps the slots whose attention changes the hidden states of a replay of the prompt most.
 
-    The prompt is replayed as under `kvzip`, and a slot is worth the gradient of the norms of the replay's last hidden
-    states with respect to a gate of the slot: see `ReplayedGradient`. Loss and gates are kvjax's own definition. The
-    first `sinks` positions are protected. A prompt costs one more forward and one backward pass, and the activations of
-    a chunk in all layers are held at once.
+    The prompt is replayed as by `kvzip`. The importance of a slot is the gradient of the norms of the replay's last
+    hidden states with respect to a gate of the slot; see `ReplayedGradient`. The loss and the gates are kvjax's own
+    definition. The first `sinks` positions are protected. The replay takes one more forward and one backward pass, and
+    holds the activations of a chunk in all layers at once.
 
     Args:
       budget: slots per KV head that remain of a prompt; see `kvzip`.

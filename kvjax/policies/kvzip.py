@@ -1,4 +1,4 @@
-"""KVzip: slots by the attention that they receive when the prompt is repeated (arXiv:2505.23416)."""
+"""KVzip: ranks slots by the attention that they receive when the prompt is repeated (arXiv:2505.23416)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class ReplayedAttention(Importance):
-    """Ranks a slot by the largest attention of a replay of the prompt (KVzip, arXiv:2505.23416, equation 2).
+    """Ranks a slot by the largest attention from a replay of the prompt (KVzip, arXiv:2505.23416, equation 2).
 
-    max over the replay's queries, and over the query heads of a KV head, of the softmax of the logits over the first
-    slots, those of the chunk that is replayed, and the replay's own past.
+    The maximum is over the replay's queries and the query heads of a KV head. The softmax is over the first slots, the
+    slots of the chunk that is replayed, and the earlier tokens of the block itself.
 
     Attributes:
       replay: how the prompt is replayed, with ``by="attention"``.
 
     Raises:
-      PolicyError: a replay by something else.
+      PolicyError: a replay with another ``by``.
     """
 
     replay: Replay = dataclasses.field(default_factory=Replay)
@@ -54,19 +54,19 @@ def kvzip(
     """Keeps the slots that the model needs to repeat the prompt, whatever is asked later (KVzip, arXiv:2505.23416).
 
     When the prompt ends, its tokens run again, chunk by chunk, as queries over the whole prompt: see
-    `kvjax.policies.Replay`. A slot is worth the largest attention that it receives; see `ReplayedAttention`. The first
-    `sinks` positions are protected. A prompt costs one more prefill, and all of its keys and values are held until it
-    has been replayed.
+    `kvjax.policies.Replay`. Importance is the largest attention that a slot receives; see `ReplayedAttention`.
+    The first `sinks` positions are protected. The replay takes one more prefill, and all keys and values of the prompt
+    are held until it ends.
 
     Args:
       budget: slots per KV head that remain of a prompt; see `snapkv`. Heads of a layer share their slots, as the
         authors' do, under ``adakv(kvzip(...), safeguard=0)``; theirs are also shared by layers.
-      instruction: ids of tokens before the first chunk, such as those of "Repeat the previous context:"; () = none.
-      later: the same before all other chunks; None = `instruction`.
+      instruction: token ids before the first chunk, such as those of "Repeat the previous context:"; () = none.
+      later: token ids before all other chunks; None = `instruction`.
       chunk: the number of tokens of a chunk.
-      sinks: the number of first positions that are protected, and that compete with those of each chunk.
+      sinks: the number of first positions that are protected, and in the softmax of each chunk.
       plus: whether an attention probability is multiplied by ‖W_o v‖₂ of the slot, for the query's head, and divided
-        by ‖h‖₂, h = the query's hidden state that enters the layer's projections (KVzip+, arXiv:2601.07891).
+        by ‖h‖₂, where h is the input of the layer's projections for the query (KVzip+, arXiv:2601.07891).
       positions: see `evict`.
 
     Raises:

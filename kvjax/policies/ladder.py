@@ -1,4 +1,4 @@
-"""Ladders: units of the text that are thinned one after the other, at other offsets in other layers (LaCache)."""
+"""LaCache: thins the text unit by unit, with different offsets in different layers (arXiv:2507.14204)."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ class Rungs(NamedTuple):
 
     Attributes:
       unit: u, the number of slots of a unit.
-      kept: c, how many of them stay.
+      kept: c, the number of slots of a unit that stay.
       layers: L, the number of layers.
     """
 
@@ -38,7 +38,7 @@ def rungs(span: int, overlap: int, layers: int) -> Rungs:
     """Returns the units of a ladder over `layers` layers.
 
     Raises:
-      PolicyError: every slot of a unit would stay.
+      PolicyError: no slot of a unit would be evicted.
     """
     step = span - overlap
     unit = 1 - (span - layers) // step  # 1 + ⌈(layers - span) / step⌉
@@ -53,7 +53,7 @@ def rungs(span: int, overlap: int, layers: int) -> Rungs:
 
 @dataclasses.dataclass(frozen=True)
 class Cursor(RoundMemory):
-    """Remembers how many slots beyond the sinks were thinned in this turn through the text; [B, K] int32.
+    """Remembers the number of slots after the sinks that the current pass has thinned, [B, K] int32.
 
     Attributes: see `Ladder`.
     """
@@ -77,26 +77,26 @@ class Cursor(RoundMemory):
           number: [B, K, 1] int32.
 
         Returns:
-          The number of slots that go before each, [B, K, S] int32: those that are not among the `number` follow, oldest
-          first. And the cursor afterwards, the number of slots before the next unit, [B, K, 1] int32.
+          The number of slots that are evicted before each slot, [B, K, S] int32; slots that are not among the `number`
+          follow, oldest first. The cursor afterwards, the number of slots before the next unit, [B, K, 1] int32.
         """
         unit, kept, layers = rungs(self.span, self.overlap, view.num_layers if self.layers is None else self.layers)
         size, removed = view.position.shape[2], unit - kept
-        # []: of the slots that stay, in each unit
+        # []: the index in each unit of the first slot that stays
         first = jnp.asarray(view.layer, jnp.int32) % (removed + 1)
         live = jnp.sum(view.live, axis=2, keepdims=True, dtype=jnp.int32)
 
         class State(NamedTuple):
-            turn: Array  # [B, K, S] int32, in the order of positions: the number of slots that go before; -1 = none yet
+            turn: Array  # [B, K, S] int32, in the order of positions: slots evicted before this one; -1 = not evicted
             evicted: Array  # [B, K, 1] int32
             cursor: Array  # [B, K, 1] int32
-            stuck: Array  # [B, K, 1] bool: no unit follows even the sinks
+            stuck: Array  # [B, K, 1] bool: there is no whole unit after the sinks
 
         def waiting(state: State) -> Array:
             return (state.evicted < number) & ~state.stuck
 
         def turn_through(state: State) -> State:
-            """Thins the units from the cursor on, until too few slots follow."""
+            """Thins the units after the cursor, until too few slots follow."""
             there = (state.turn < 0) & (jnp.arange(size) < live)
             held = live - state.evicted
             begin = jnp.where(held - state.cursor < unit + layers, self.sinks, state.cursor)
@@ -107,7 +107,7 @@ class Cursor(RoundMemory):
             thinned = there & (place >= 0) & (place < units * unit) & ((offset < first) | (offset >= first + kept))
             turn = state.evicted + jnp.cumsum(thinned, axis=2, dtype=jnp.int32) - 1
             own = jnp.minimum(jnp.sum(thinned, axis=2, keepdims=True, dtype=jnp.int32), number - state.evicted)
-            # Only those of the number are marked.
+            # At most `number` slots are marked.
             marked = thinned & (turn < number)
             made = State(
                 jnp.where(marked, turn, state.turn), state.evicted + own, begin + kept * (own // removed), units == 0
@@ -127,17 +127,19 @@ class Cursor(RoundMemory):
 
 @dataclasses.dataclass(frozen=True)
 class Ladder(Importance):
-    """Ranks slots by when they are thinned (LaCache, arXiv:2507.14204, section 3).
+    """Ranks slots by the order in which a ladder evicts them (LaCache, arXiv:2507.14204, section 3).
 
-    With L layers, a unit is u = 1 + ⌈(L - span) / (span - overlap)⌉ live slots in the order of positions, of which
-    c = min(⌈span / (span - overlap)⌉, u) stay: those from offset (layer mod (u - c + 1)) on. From the cursor on, units
-    lose their other slots, oldest first, until the head is within its budget. After a whole unit the cursor moves on by
-    c; where fewer than u + L slots follow it, it returns to the sinks before the next unit. If too few follow the
-    sinks, the oldest slots after them go. Where a scope protects a slot whose turn it is, the next one goes.
+    With L layers, a unit has u = 1 + ⌈(L - span) / (span - overlap)⌉ live slots, in the order of positions. A layer
+    keeps c = min(⌈span / (span - overlap)⌉, u) of them, beginning at offset (layer mod (u - c + 1)).
+
+    Units are thinned one after another, from a cursor on: each loses its other slots, oldest first, until the head is
+    within its budget. After a whole unit, the cursor moves forward by c. If fewer than u + L slots follow the cursor,
+    it returns to the sinks before the next unit. If fewer follow even the sinks, the oldest slots after the sinks are
+    evicted. A slot that a scope protects is skipped.
 
     Attributes:
       span: the number of layers that keep a slot.
-      overlap: how many of these two neighbouring slots share, less than `span`.
+      overlap: the number of layers that keep a slot and also its neighbour, less than `span`.
       sinks: the number of first slots that are never thinned.
       layers: L; None = the layers of the model.
     """
@@ -184,22 +186,22 @@ def ladder(
     layers: int | None = None,
     positions: str = "cache",
 ) -> Evict:
-    """Thins the text unit by unit, each layer at another offset: ladder-shaped caches (LaCache, arXiv:2507.14204).
+    """Thins the text unit by unit, with a different offset in each layer (LaCache, arXiv:2507.14204).
 
-    Each part of the text is kept by some layers, and older parts are thinned more often than newer ones. Attention is
-    not used; see `Ladder` for what a unit is and for which of its slots stay.
+    Each part of the text is kept by some of the layers, and older parts are thinned more often than newer ones.
+    Attention is not used. See `Ladder` for the definition of a unit, and for the slots that it keeps.
 
     Args:
-      budget: see `evict`; with fewer than sinks + u + L slots, no unit has room.
+      budget: see `evict`; a budget of fewer than sinks + u + L slots has no room for a unit.
       span: the number of layers that keep a slot.
-      overlap: how many of these two neighbouring slots share, less than `span`.
+      overlap: the number of layers that keep a slot and also its neighbour, less than `span`.
       sinks: the number of first slots that are never evicted.
-      every: see `evict`. A unit that is not finished begins again at the next eviction: give a multiple of u - c.
-      layers: the number of layers that a ladder is laid over; None = all of the model.
+      every: see `evict`. Give a multiple of u - c: an unfinished unit begins again at the next eviction.
+      layers: the number of layers of a ladder, L; None = all layers of the model.
       positions: see `evict`.
 
-    The authors evict whole units, whose number is rounded up, and later turns through the text have longer units; here
-    every turn has the same.
+    The authors evict whole units, rounding their number up, and use longer units in later passes over the text; here
+    units have the same length in every pass.
     """
     importance = Ladder(span, overlap, sinks, layers)
     return evict(

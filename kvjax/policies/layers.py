@@ -16,7 +16,7 @@ Own = Evict | Phases
 
 @dataclasses.dataclass(frozen=True)
 class SplitLayers(Policy):
-    """Layers under policies of their own, each with a cache of its own capacity.
+    """A policy for each layer, or for each run of layers; each layer has a cache of its own capacity.
 
     Attributes:
       policies: one per layer of the model; or one per run of layers, if there are `shares`.
@@ -25,8 +25,8 @@ class SplitLayers(Policy):
       name: see `Policy`.
 
     Raises:
-      PolicyError: no policies, one that is itself split or hides slots, policies of different `positions`, or `shares`
-        that are not a whole number for each policy.
+      PolicyError: no policies, a policy that is split or hides slots, different `positions`, or `shares` that are not
+        one whole number per policy.
     """
 
     policies: tuple[Own, ...]
@@ -88,7 +88,7 @@ class SplitLayers(Policy):
         """Returns the policy of each layer of a model.
 
         Raises:
-          PolicyError: another number of policies than layers, without `shares`.
+          PolicyError: without `shares`, a number of policies that is not the number of layers.
         """
         if self.shares is None:
             if len(self.policies) != num_layers:
@@ -105,20 +105,20 @@ class SplitLayers(Policy):
 
 @factory
 def split_layers(*policies: Policy, shares: object = None, name: str = "split_layers") -> SplitLayers:
-    """Puts layers under policies of their own, each with a cache of its own capacity.
+    """Gives each layer, or each run of layers, its own policy and a cache of its own capacity.
 
     ``split_layers(full(), full(), h2o(64), h2o(64))`` is for a model of four layers;
     ``split_layers(window(64), full(), window(64), shares=(1, 2, 1))`` keeps every token in the middle half of a model.
 
     Args:
-      policies: one per layer of the model, or one per run of layers: eviction policies, compressors or `full`, or two
-        phases of these.
+      policies: one per layer of the model, or one per run of layers: eviction policies, compressors, `full`, or
+        `phases` of these.
       shares: the relative number of layers of each run; None = one layer each. See `SplitLayers`. A run can be empty
         in a model of few layers.
       name: shown in reports.
 
     Raises:
-      PolicyError: see `SplitLayers`. Another number of policies than layers is refused when a cache is made.
+      PolicyError: see `SplitLayers`. The number of policies is compared with the model's layers when a cache is made.
     """
     return SplitLayers(policies, shares, name)  # type: ignore[arg-type]  # checked there
 
@@ -127,7 +127,7 @@ def split_layers(*policies: Policy, shares: object = None, name: str = "split_la
 def longgen(
     budget: BudgetLike, *, sinks: int = 4, shares: object = (1, 1, 1), positions: str = "original"
 ) -> SplitLayers:
-    """Keeps every token in the middle third of the layers, the first and the newest in the others (arXiv:2410.01485).
+    """Keeps every token in the middle third of the layers, and a window with sinks in the others (arXiv:2410.01485).
 
     Args:
       budget: slots per KV head of the first and the last layers, the sinks included; see `evict`.
@@ -138,7 +138,7 @@ def longgen(
     Raises:
       PolicyError: `shares` that are not three whole numbers of at least 1, or what `window` raises.
 
-    LongGen trains a model with these windows, or with blocks of tokens in their place; here they apply to any model.
+    LongGen trains a model with these windows, or with blocks of tokens instead; here any model can be used.
     """
     streaming = window(budget, sinks=sinks, positions=positions)
     return split_layers(streaming, full(positions=positions), streaming, shares=shares, name="longgen")

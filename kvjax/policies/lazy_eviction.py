@@ -1,4 +1,4 @@
-"""LazyEviction: ranks by when a slot was last attended to, and how long it has gone without (arXiv:2506.15969)."""
+"""LazyEviction: ranks by the time since a slot last received attention, and its longest gap (arXiv:2506.15969)."""
 
 import dataclasses
 
@@ -21,9 +21,10 @@ SMALLEST = 1e-12  # the least threshold of a share of attention
 class Recurrence(Importance):
     """Ranks a slot by how likely it is to be attended to again (LazyEviction, arXiv:2506.15969).
 
-    2σ(-1 - a / gap) + 2σ(1 - gap), with a the number of positions since the last query that paid the slot at least
-    `alpha`, and gap the most positions that it went without such a query before. A slot that no query has paid as much
-    has importance 0. It is rounded to multiples of 2⁻¹⁶, so that slots of equal histories tie however σ is computed.
+    The score is 2σ(-1 - a / gap) + 2σ(1 - gap). a is the number of positions since a query last paid the slot at least
+    `alpha`. gap is the largest number of positions between two such queries, or between the slot's birth and the first
+    one. A slot without such a query has score 0. Scores are rounded to multiples of 2⁻¹⁶, so that slots of equal
+    histories tie on every device.
 
     Attributes:
       alpha: the smallest share of attention that counts, greater than 0.
@@ -36,7 +37,7 @@ class Recurrence(Importance):
 
     @property
     def statistic(self) -> Statistic:
-        """The age of the last query that counts, and the widest gap between two."""
+        """The age of the last query that paid at least `alpha`, and the widest gap between two such queries."""
         return recurrence(self.alpha)
 
     @property
@@ -61,10 +62,10 @@ def lazy(
     group_reduce: str = "mean",
     merge: Merge | None = None,
 ) -> Evict:
-    """Keeps slots that are attended to again and again, however long in between (LazyEviction, arXiv:2506.15969).
+    """Keeps slots that receive attention repeatedly, even with long gaps (LazyEviction, arXiv:2506.15969).
 
-    A slot is expected to be attended to again within the longest time that it went without attention; see `Recurrence`.
-    The `every` newest positions are protected. The queries of the prompt count.
+    A slot is expected to receive attention again within its longest gap so far; see `Recurrence`. The `every` newest
+    positions are protected. The queries of the prompt count.
 
     Args:
       budget: see `evict`.
@@ -76,7 +77,7 @@ def lazy(
       merge: see `evict`.
 
     The authors' code does not observe the prompt's queries, adds 1e-5 to gaps, and does not round; it copies KV heads
-    to query heads, each of which has slots of its own.
+    to query heads, so that each query head has its own slots.
     """
     return evict(
         importance=Recurrence(alpha), scope=Newest(every), budget=budget, positions=positions,

@@ -22,13 +22,13 @@ LARGEST = 1e30  # the largest threshold
 
 @dataclasses.dataclass(frozen=True)
 class GateImportance(Importance):
-    """Ranks a slot by the score that a gate gave its token, times the token's age if scores are of one step.
+    """Ranks a slot by the score that a gate gave its token, optionally times the age of the token.
 
     Attributes:
       gate: scores each token once.
-      threshold: scores below it are -inf, so that a budget of `AtMost` evicts them early; None = no threshold.
-      age: whether the score is multiplied by the number of positions since: the score is then log β, β the part of its
-        importance that a token keeps in each step (TRIM-KV, arXiv:2512.03324, eq. 4).
+      threshold: scores below it become -inf, so that a budget of `AtMost` evicts the slots early; None = no threshold.
+      age: whether the score is multiplied by the number of positions since the token. The gate then returns log β,
+        where β is the part of its importance that a token keeps in each step (TRIM-KV, arXiv:2512.03324, eq. 4).
     """
 
     gate: Gate
@@ -60,7 +60,7 @@ class GateImportance(Importance):
 
 @dataclasses.dataclass(frozen=True)
 class AtMost(Derived):
-    """A bound: slots of priority -inf are evicted even where there is room for them.
+    """An upper bound: slots of priority -inf are evicted even if the head is within it.
 
     Attributes:
       most: the largest number of slots, for which arrays are allocated.
@@ -108,17 +108,17 @@ def learned(
 ) -> Evict:
     """Keeps the slots whose tokens a trained gate scores highest.
 
-    A gate scores each token once, when it enters the cache; see `kvjax.policies.Gate`. Its arrays are a calibration:
-    pass them as ``calibration=``.
+    A gate scores each token once, when it enters the cache; see `kvjax.policies.Gate`. Pass its trained parameters as
+    ``calibration=``.
 
     Args:
       budget: slots per KV head; see `evict`.
-      gate: such as ``LinearGate()`` (KVzap), ``MlpGate(512, output="log_sigmoid")`` (TRIM-KV, with `age`),
+      gate: the gate, such as ``LinearGate()`` (KVzap), ``MlpGate(512, output="log_sigmoid")`` (TRIM-KV, with `age`),
         ``QkvGate()`` (Locret) or ``SinkGate()`` (Fast KVzip).
       every: see `evict`; None evicts once, when the prompt ends.
       recent: the number of newest positions that are protected.
-      threshold: slots that are not protected and have a lower score are evicted, also where there is room for them;
-        None = none are.
+      threshold: slots of a lower score that are not protected are evicted, even if the head is within its budget;
+        None = no threshold.
       age: whether the score is multiplied by the age of the token, for gates that return log β.
       sinks: the number of first positions that are protected.
       positions: see `evict`.

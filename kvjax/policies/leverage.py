@@ -45,7 +45,7 @@ def leverage_scores(key: Array, counted: Array, ridge: float, directions: Array 
       key: [B, K, S, D] before rotation.
       counted: [B, K, S] bool.
       ridge: added to the diagonal.
-      directions: [D, n] float32, to which keys are projected after their mean is taken away; None = they are not.
+      directions: [D, n] float32, to which centred keys are projected; None = no projection.
     """
     mask = counted[..., None]
     # [B, K, 1, 1]
@@ -55,7 +55,7 @@ def leverage_scores(key: Array, counted: Array, ridge: float, directions: Array 
     centred = jnp.where(mask, x - jnp.sum(x, axis=2, keepdims=True) / number, 0.0)
     exact = jax.lax.Precision.HIGHEST
     if directions is not None:
-        # [B, K, S, n], for which D stands below
+        # [B, K, S, n]; n takes the place of D below
         centred = jnp.einsum("bksd,dn->bksn", centred, directions, precision=exact)
     # [B, K, D, D]
     gram = jnp.einsum("bksd,bkse->bkde", centred, centred, precision=exact)

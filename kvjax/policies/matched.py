@@ -1,4 +1,4 @@
-"""Attention matching: fewer slots, with weights and values fitted to the attention of the prompt's own queries."""
+"""Attention matching: keeps fewer slots, with weights and values fitted to the attention of the prompt's queries."""
 
 import dataclasses
 from collections.abc import Callable
@@ -31,13 +31,13 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class Head(NamedTuple):
-    """The queries and the slots of one KV head, or of several, whose axes come first.
+    """The queries and the slots of one KV head, or of several along leading axes.
 
     Attributes:
       query: [..., G, p, D] float32, rotated to their positions.
-      real: [..., p] bool, whether there is such a query.
+      real: [..., p] bool, False for padding.
       key: [..., S, D] float32, rotated to their positions.
-      seen: [..., S] bool, whether what follows sees the slot.
+      seen: [..., S] bool, whether tokens after the prompt can attend to the slot.
     """
 
     query: Array
@@ -47,7 +47,7 @@ class Head(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The weights and values of the slots of one head, or of several, whose axes come first.
+    """The weights and values of the slots of one head, or of several along leading axes.
 
     Attributes:
       log_weight: [..., S] float32, 0 where nothing was fitted.
@@ -59,7 +59,7 @@ class Fit(NamedTuple):
 
 
 def memory_of(queries: str) -> PromptQueries:
-    """Returns the memory that has the queries of the prompt, or of its replay."""
+    """Returns the memory that holds the queries of the prompt, or of its replay."""
     return PromptQueries() if queries == "prompt" else ReplayQueries()
 
 
@@ -81,7 +81,7 @@ def tiles_of(head: Head) -> tuple[Array, Array]:
 
 
 def logits_of(query: Array, head: Head, scale: float, cap: float | None) -> Array:
-    """Returns the logits of queries [t, D] on the slots of a head, [t, S] float32; -inf for what is not seen."""
+    """Returns the logits of queries [t, D] on the slots of a head, [t, S] float32; -inf for slots that are not seen."""
     logits = soft_capped(scale * jnp.matmul(query, head.key.T, precision=HIGHEST), cap)
     return jnp.where(head.seen, logits, -jnp.inf)
 
@@ -90,9 +90,9 @@ def over_heads(function: Callable[..., R], arguments: tuple[PyTree, ...], number
     """Calls a function for each row and KV head, as many at a time as `MOST_NUMBERS` allows.
 
     Args:
-      function: of trees of arrays without the first two dimensions.
+      function: takes the trees, with arrays without the first two dimensions.
       arguments: trees of arrays [B, K, ...].
-      numbers: float32 numbers that one call holds.
+      numbers: the number of float32 numbers that one call holds.
     """
 
     def on_device(*own: PyTree) -> R:
@@ -111,7 +111,7 @@ def over_heads(function: Callable[..., R], arguments: tuple[PyTree, ...], number
 
 @dataclasses.dataclass(frozen=True)
 class LargestAttention(Importance):
-    """Ranks a slot by the largest attention that a query of the prompt pays it, if every query sees all slots.
+    """Ranks a slot by its largest attention from a query of the prompt, where every query sees all slots.
 
     Of equal slots, the newer one stays.
 
@@ -155,7 +155,7 @@ class LargestAttention(Importance):
 
 @dataclasses.dataclass(frozen=True)
 class Weights(Merge):
-    """Adds the weights that a compressor gave its slots to their logits; what is evicted is dropped."""
+    """Adds the logarithms of the slots' weights to their logits; evicted slots are dropped."""
 
     remembers = (LOG_WEIGHT,)
     folds = False
@@ -166,16 +166,19 @@ class Weights(Merge):
 
 @dataclasses.dataclass(frozen=True)
 class MatchedAttention(Merge):
-    """Fits weights and values of the slots that stay to the attention over all slots, for the queries of the prompt.
+    """Fits weights and values of the kept slots to the attention over all slots, for the queries of the prompt.
 
-    With m_i = max_j l_ij of the logits l, e_ij = exp(l_ij - m_i) and the outputs o_i of query i over all slots that
-    what follows will see, the weights w >= 0 of the slots c that stay minimise Σ_i (Σ_c e_ic w_c - Σ_j e_ij)², and are
-    then at least 1e-6. With P the softmax of l_ic + log w_c over these slots, their values V' minimise
-    ‖P V' - O‖² + λ‖V' - V‖², λ = ridge·trace(PᵀP) / b. Heads that evict nothing are unchanged. So are those whose
-    outputs the weights and values do not bring nearer: an error is never larger than that of w = 1 and V' = V.
+    Let l_ij be the logit of query i on slot j, over all slots that tokens after the prompt can attend to, o_i the
+    output of this attention, m_i = max_j l_ij and e_ij = exp(l_ij - m_i).
+
+    - The weights w ≥ 0 of the kept slots c minimise Σ_i (Σ_c e_ic w_c - Σ_j e_ij)². Each is then at least 1e-6.
+    - With P the softmax of l_ic + log w_c over the kept slots, their new values V' minimise
+      ‖P V' - O‖² + λ‖V' - V‖², λ = ridge·trace(PᵀP) / b.
+
+    A head that evicts nothing is unchanged. A head whose error would grow keeps w = 1 and V' = V.
 
     Attributes:
-      ridge: how strongly values stay as they were, relative to the mean square of a column of P.
+      ridge: the weight of ‖V' - V‖², relative to the mean square of a column of P.
       queries: see `LargestAttention`.
     """
 
@@ -195,7 +198,7 @@ class MatchedAttention(Merge):
 
     def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
         def fit() -> Fit:
-            # Fits are constants to a gradient.
+            # Gradients treat the fit as a constant.
             heads, constant = jax.lax.stop_gradient((heads_of(view._replace(key=key), memory_of(self.queries)), value))
             group, count, dim = heads.query.shape[2:]
             slots = heads.seen.shape[2]
@@ -230,10 +233,10 @@ class MatchedAttention(Merge):
           head: its queries and slots.
           value: [S, D].
           kept: [S] bool, which slots stay.
-          order: [b] int32, these first.
+          order: [b] int32, the indices of slots, kept ones first.
           due: whether any slot is evicted.
           scale: factor of the logits.
-          cap: soft-cap of the logits, or None.
+          cap: soft cap of the logits, or None.
         """
         exact = value.astype(jnp.float32)
 
@@ -247,7 +250,7 @@ class MatchedAttention(Merge):
             # [t]
             total = jnp.sum(terms, axis=1)
             output = jnp.matmul(terms, exact, precision=HIGHEST) / jnp.where(total > 0, total, 1.0)[:, None]
-            # The very numbers that are summed up: another product would round otherwise.
+            # Sums the same numbers as the fit does: another product would round differently.
             return (logits - largest)[:, order], total, output
 
         # [tiles, t, b], [tiles, t] and [tiles, t, D], then without tiles
@@ -307,24 +310,24 @@ def _shares(logits: Array, visible: Array) -> Array:
 
 @factory
 def matched(budget: BudgetLike, *, queries: str = "prompt", ridge: float = 1e-3, positions: str = "original") -> Evict:
-    """Keeps the slots of the largest attention, with weights and values that make up for the others (ours).
+    """Keeps the slots of the largest attention, with weights and values that replace the evicted ones (ours).
 
-    Attention matching: once, when the prompt ends, each KV head keeps the slots to which any query of the prompt pays
-    most (see `LargestAttention`). Each of them gets a weight, which is added to its logits as a logarithm, and a new
-    value, fitted to the attention of these queries over the whole prompt (see `MatchedAttention`). Decoding appends
-    tokens of weight 1.
+    When the prompt ends, each KV head keeps the slots of the largest attention from any query of the prompt (see
+    `LargestAttention`). Each kept slot gets a weight, whose logarithm is added to its logits, and a new value. Both are
+    fitted to the attention of these queries over the whole prompt (see `MatchedAttention`). Decoding appends tokens of
+    weight 1.
 
     Args:
       budget: slots per KV head that remain of a prompt; see `evict`. A shorter prompt is kept as it is.
-      queries: ``prompt`` = the queries of the prompt, all of them up to 4,096 per KV head, and evenly spaced ones of a
-        longer prompt (see `PromptQueries`). In blocks of a prompt, they are remembered until its end. ``replay`` =
-        those of the prompt's own tokens when they run once more behind it, as for `kvzip` (see `Replay`), for one more
-        prefill: every one of them sees the whole prompt, as later queries do.
+      queries: ``prompt`` = the queries of the prompt, at most 4,096 per KV head, evenly spaced in a longer prompt (see
+        `PromptQueries`); if the prompt is read in blocks, they are held until it ends. ``replay`` = the queries of a
+        replay of the prompt, as for `kvzip` (see `Replay`), which takes one more prefill; each of them sees the whole
+        prompt, as later queries do.
       ridge: see `MatchedAttention`.
-      positions: see `evict`. The fit is for queries at their positions in the text, also if ``cache`` places them by
-        rank afterwards.
+      positions: see `evict`. The fit uses queries at their positions in the text, even if ``cache`` later rotates keys
+        by rank.
 
-    Whole-step kernels and selections that choose slots do not take weights, and refuse it with this reason.
+    Kernels of whole steps are not used, and selections that choose slots are refused: they do not take weights.
     """
     with named("matched"):
         slots = as_budget(budget)

@@ -140,7 +140,7 @@ class D2O(Merge):
 class SimilarKey(Merge):
     """Averages a victim into the kept pair of the most similar key, with the weights of `D2O` (EMS, arXiv:2412.08521).
 
-    A victim whose cosine to that key is below `threshold` is dropped: it belongs to the zero class of the paper.
+    A victim whose cosine to that key is below `threshold` is dropped; the paper calls this the zero class.
 
     Attributes:
       threshold: the smallest cosine of the two keys, -1 to 1.

@@ -1,7 +1,7 @@
 """Parameters of policies: arrays that an importance or a written score reads, calibrated from a text or trained.
 
-A policy is static. It names its parameters, and the arrays are kept among the model's parameters
-(`kvjax.calibrated`), so that two sets of arrays share a compiled program and gradients reach them.
+A policy is static and only names its parameters. The arrays are kept in the model's parameters (`kvjax.calibrated`), so
+that different arrays share one compiled program, and gradients reach them.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ from kvjax.errors import PolicyError
 
 Array = jax.Array
 Parts = Mapping[str, Array]  # part -> [K or 1, ...]
-NAMES = frozenset({"key", "value"})  # of what storages calibrate
+NAMES = frozenset({"key", "value"})  # reserved for the calibration of storages
 
 
 class ModelSizes(NamedTuple):
-    """The sizes of a model that shapes of parameters depend on.
+    """The sizes of a model that determine the shapes of parameters.
 
     Attributes:
       kv_heads: K, KV heads of a layer.
       queries: G, query heads of a KV head.
       dim: D, features of a head.
-      hidden: features of the residual stream.
+      hidden: E, features of the residual stream.
       rotary: features of a head that are rotated; None = the model has no rotary embedding.
     """
 
@@ -37,7 +37,7 @@ class ModelSizes(NamedTuple):
 
 
 class TextSamples(NamedTuple):
-    """One layer of a calibration text under full attention; tokens of all rows follow each other, without padding.
+    """The queries of one layer for a calibration text under full attention; rows are concatenated, without padding.
 
     Attributes:
       query: [n, H, D] float32, not rotated.
@@ -52,8 +52,8 @@ class Parameters:
     """The description of a policy's parameters. Write a frozen dataclass that inherits from this class.
 
     Attributes:
-      name: key of the parameters in `View.params`; letters, digits and underscores. Two that are equal share them.
-      trained: whether they are trained, and not computed by `prepare`.
+      name: key of the parameters in `View.params`, of letters, digits and underscores; equal parameters share it.
+      trained: whether the arrays are trained; otherwise `prepare` computes them.
     """
 
     name: str
@@ -78,15 +78,15 @@ class Parameters:
 
     @property
     def kind(self) -> str:
-        """Describes the parameters apart from their shapes, for messages and files."""
+        """A description of the parameters without their shapes, for messages and files."""
         return repr(self)
 
 
 def distinct(parameters: Iterable[Parameters]) -> tuple[Parameters, ...]:
-    """Returns parameters without repetition.
+    """Returns the different parameters, each once.
 
     Raises:
-      PolicyError: two that differ have one name, or one has a name of what storages calibrate.
+      PolicyError: different parameters have the same name, or one has a name that storages use.
     """
     known: dict[str, Parameters] = {}
     for each in parameters:

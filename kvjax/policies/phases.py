@@ -46,7 +46,7 @@ class BeyondPrompt(Derived):
             kept &= view.recent(self.window)
         limit = jnp.sum(kept, axis=2, keepdims=True, dtype=jnp.int32) + view.budget[:, None, None]
         if self.evicts_early:
-            # The prompt's slots are protected, and so among these.
+            # The prompt's slots are protected, so their rank is not -inf.
             worthy = view.live & (policy.rank(stats, view) > -jnp.inf)
             limit = jnp.minimum(limit, jnp.sum(worthy, axis=2, keepdims=True, dtype=jnp.int32))
         return limit
@@ -104,7 +104,7 @@ class KeptPrompt(Scope):
 
 @dataclasses.dataclass(frozen=True)
 class AfterPrompt(Importance):
-    """An importance of the slots after the prompt, which does not see those of the prompt; see `phases`.
+    """Ranks the slots after the prompt by an importance that does not see those of the prompt; see `phases`.
 
     Attributes:
       inner: ranks the slots.
@@ -143,7 +143,7 @@ class Phases(Policy):
     """One policy shortens the prompt when it ends, and another evicts while decoding.
 
     Attributes:
-      prompt: evicts once, when the prompt ends; or keeps all of it, if `decode` does.
+      prompt: evicts once, when the prompt ends; may keep all of the prompt if `decode` keeps the prompt's slots.
       decode: evicts at every step from the first new token on, under its own budget; its statistics include the
         prompt. It may keep the prompt's slots; see `phases`.
       name: see `Policy`.

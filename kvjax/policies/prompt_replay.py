@@ -1,4 +1,4 @@
-"""A replay: a prompt's own tokens run once more when it ends, to score its slots (KVzip, arXiv:2505.23416)."""
+"""A replay: runs a prompt's tokens once more when it ends, to score its slots (KVzip, arXiv:2505.23416)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,27 +11,27 @@ from kvjax.arguments import choice_argument, count_argument
 from kvjax.errors import PolicyError
 
 REPLAYED = "replayed"  # name of the statistic of slots that a replay fills, [B, K, S] float32
-SCORES = ("attention", "gradient")  # what a slot is scored by
+SCORES = ("attention", "gradient")  # values of `Replay.by`
 OVERLAP = 8  # tokens before a chunk that are repeated with it, in every chunk but the first
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """How a prompt is replayed, chunk by chunk, when it has ended and before a compressor evicts.
+    """How a prompt is replayed, chunk by chunk, after it ends and before a compressor evicts.
 
-    For the chunk of positions [a, e) of a prompt of n tokens, a block of tokens runs at positions n, n + 1, ...: an
-    instruction, then the chunk's own tokens. Of later chunks the instruction is `later`, and the `OVERLAP` tokens
-    before the chunk follow it. The block sees the whole prompt and its own past; it is not kept.
+    Each chunk of a prompt of n tokens is replayed as a block of tokens at positions n, n + 1, ...: an instruction, then
+    the chunk's own tokens. In later chunks, the `OVERLAP` tokens before the chunk stand between the two. A block
+    attends to the whole prompt and to itself, causally. It is not kept.
 
     Attributes:
       instruction: ids of the tokens before the first chunk.
       later: ids of the tokens before the other chunks.
       chunk: the number of tokens of a chunk.
-      sinks: the number of first slots that compete with those of the chunk; see `ReplayedAttention`.
-      by: ``attention`` scores a slot by the attention that it receives; ``gradient`` by the change of the hidden
-        states that leave the last layer, see `kvjax.policies.ReplayedGradient`.
-      output_norm: whether a probability is multiplied by the norm of what the slot adds to the residual stream, and
-        divided by the norm of the query's hidden state (KVzip+, arXiv:2601.07891).
+      sinks: the number of first slots that are in the softmax of each chunk; see `ReplayedAttention`.
+      by: ``attention`` scores a slot by the attention that it receives; ``gradient`` by the gradient of the last
+        layer's outputs, see `kvjax.policies.ReplayedGradient`.
+      output_norm: whether a probability is multiplied by the norm of the slot's projected value, and divided by the
+        norm of the query's hidden state (KVzip+, arXiv:2601.07891).
 
     Raises:
       PolicyError: an attribute that is not valid.
@@ -60,21 +60,21 @@ class Replay:
         return first if prompt <= self.chunk else max(first, len(self.later) + OVERLAP + chunk)
 
     def added(self, chunks: jax.Array | int) -> jax.Array | int:
-        """Returns the number of tokens of the first blocks besides those of their chunks.
+        """Returns the number of tokens of the first blocks that are not tokens of their chunks.
 
         Args:
           chunks: the number of blocks, int32 [...] or an int.
         """
         xp = np if isinstance(chunks, int) else jnp
         later = xp.maximum(chunks - 1, 0)
-        # Of the k-th of these, the smaller of `OVERLAP` and k chunks is repeated.
+        # The k-th of these repeats min(OVERLAP, k · chunk) tokens.
         short = xp.minimum(later, (OVERLAP - 1) // self.chunk)
         overlaps = self.chunk * (short * (short + 1) // 2) + OVERLAP * (later - short)
         found = len(self.instruction) * xp.minimum(chunks, 1) + len(self.later) * later + overlaps
         return int(found) if isinstance(chunks, int) else found
 
     def highest(self) -> int:
-        """Returns the largest id of the instructions; -1 = there is none."""
+        """Returns the largest token id of the instructions; -1 if there are none."""
         return max((*self.instruction, *self.later), default=-1)
 
 
@@ -82,7 +82,7 @@ def _ids(name: str, given: object) -> tuple[int, ...]:
     """Returns token ids as a tuple.
 
     Raises:
-      PolicyError: they are none.
+      PolicyError: `given` is not a sequence of token ids.
     """
     if isinstance(given, str) or not isinstance(given, Sequence | np.ndarray):
         raise PolicyError(

@@ -1,4 +1,4 @@
-"""Q-Filters: keys by their projection on the main direction of queries (arXiv:2503.02812)."""
+"""Q-Filters: ranks keys by their projection on the main direction of queries (arXiv:2503.02812)."""
 
 import dataclasses
 
@@ -19,8 +19,8 @@ Array = jax.Array
 class QueryDirection(Parameters):
     """The main direction of the rotated queries of each KV head (arXiv:2503.02812, section 3).
 
-    Arrays of a layer: ``direction`` [K, D], the mean over the query heads of a KV head of the first right singular
-    vector of their queries, which are not centred. A vector has the sign for which most projections are positive.
+    Arrays of a layer: ``direction`` [K, D]. It is the first right singular vector of a query head's queries, not
+    centred, averaged over the query heads of a KV head. Its sign is the one for which most projections are positive.
     """
 
     name = "qfilters"
@@ -63,7 +63,7 @@ class Projection(Importance):
 def qfilters(budget: BudgetLike, *, every: int | None = None, recent: int = 0, positions: str = "original") -> Evict:
     """Keeps the keys with the largest projection on the main direction of queries (Q-Filters, arXiv:2503.02812).
 
-    Importance reads keys alone. Make the calibration with ``kvjax.calibrate(model, tokens, policy)`` and pass it as
+    Importance reads only keys. Make the calibration with ``kvjax.calibrate(model, tokens, policy)`` and pass it as
     ``calibration=``.
 
     Args:

@@ -38,7 +38,7 @@ def recent_logits(view: View, window: int) -> tuple[Array, Array, Array]:
 
 
 def check_odd(kernel: int) -> None:
-    """Raises a PolicyError if a number of neighbours is even, for which there is no middle."""
+    """Raises PolicyError for an even number of neighbours, which has no middle."""
     if kernel % 2 == 0:
         raise PolicyError(f"kernel={kernel} is even; give an odd number of neighbours.")
 
@@ -52,7 +52,7 @@ def softmax_over(logits: Array, counted: Array) -> Array:
 
 
 def mean_over_queries(x: Array, there: Array) -> Array:
-    """Returns the mean [B, K, S] of numbers [B, K, w, S] over the queries that are there, [B, K, w] bool."""
+    """Returns the mean [B, K, S] of x [B, K, w, S] over the queries that exist, [B, K, w] bool."""
     number = jnp.maximum(jnp.sum(there, axis=2), 1).astype(jnp.float32)[..., None]
     return jnp.sum(jnp.where(there[..., None], x, 0.0), axis=2) / number
 

@@ -1,4 +1,4 @@
-"""Memory of rounds: numbers that ranking remembers from one round of evictions to the next."""
+"""Round memory: numbers that ranking remembers from one round of evictions to the next."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -16,14 +16,14 @@ NUMBER = "number"  # the only array of a memory of heads
 
 
 class RoundMemory(RowMemory):
-    """Remembers a number of each slot, or of each head, that is written when the head evicts.
+    """A number for each slot or each head that is updated when the head evicts.
 
-    Write a frozen dataclass that inherits from this class, and list it in `Importance.memory`. In a step in which no
-    slot of a head is evicted, its numbers do not change.
+    Write a frozen dataclass that inherits from this class, and list it in `Importance.memory`. The numbers of a head do
+    not change in a step in which it evicts nothing.
 
     Attributes:
-      per_slot: whether each slot has a number, [B, K, S] float32, which is 0 at first, moves with the slot and is
-        forgotten with it; otherwise each head has one, [B, K] int32, which is 0 at first.
+      per_slot: whether each slot has a number, [B, K, S] float32, which moves with the slot and is deleted with it;
+        otherwise each head has one, [B, K] int32. Both begin at 0.
     """
 
     per_slot: bool = True
@@ -33,12 +33,12 @@ class RoundMemory(RowMemory):
         return stats[self.name] if self.per_slot else view.memory[self.name][NUMBER]
 
     def after(self, stats: Mapping[str, Array], view: "View", victim: Array) -> Array:
-        """Returns the numbers that a round leaves, for all heads as if they all evicted; in the shape of `before`.
+        """Returns the numbers after a round in which all heads evict, in the shape of `before`.
 
         Args:
           stats: statistic name -> [B, K, S, ...], with those that this memory keeps.
           view: the slots before the eviction.
-          victim: [B, K, S] bool, the slots that go.
+          victim: [B, K, S] bool, the slots that are evicted.
         """
         raise NotImplementedError
 
@@ -52,10 +52,10 @@ class RoundMemory(RowMemory):
 def written(
     memories: tuple[RoundMemory, ...], due: Array, stats: Mapping[str, Array], view: "View", victim: Array
 ) -> dict[str, Array]:
-    """Returns the numbers of each memory after a round of the heads that are due: name -> array.
+    """Returns the numbers of each memory after a round in which the heads that are due evict: name -> array.
 
     Args:
-      memories: of a policy.
+      memories: the memories of a policy.
       due: [B, K, 1] bool, the heads that evict.
       stats: see `RoundMemory.after`.
       view: see `RoundMemory.after`.

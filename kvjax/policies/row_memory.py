@@ -26,8 +26,8 @@ class Queries(NamedTuple):
       rotated: [B, K, G, n, D] float32, rotated to their positions in the text.
       unrotated: [B, K, G, n, D] float32.
       position: [B, n] int32, -1 = padding, which is at a row's end.
-      first: [B] int32 number of the step's first token among those of the prompt, or of its replay; None = not known.
-      total: [B] int32 number of all of these.
+      first: [B] int32, the index of the step's first token in the prompt, or in its replay; None = not known.
+      total: [B] int32, the number of tokens of the prompt, or of its replay.
     """
 
     rotated: Array
@@ -42,8 +42,8 @@ class RowMemory:
 
     Attributes:
       name: key of the memory in `View.memory`; two that are equal share one.
-      per_slot: whether it is held as a statistic of slots instead; see `kvjax.policies.round_memory`.
-      of_replay: whether it is updated by the queries of the prompt's replay instead; see `kvjax.policies.Replay`.
+      per_slot: whether it is stored as a statistic of slots; see `kvjax.policies.round_memory`.
+      of_replay: whether it is updated by the queries of the prompt's replay; see `kvjax.policies.Replay`.
     """
 
     per_slot: bool = False
@@ -54,9 +54,9 @@ class RowMemory:
         return repr(self)
 
     def bound(self, longest: int, queries: int) -> "RowMemory":
-        """Returns the memory for prompts of up to `longest` tokens and `queries` query heads per KV head.
+        """Returns this memory for prompts of up to `longest` tokens and `queries` query heads per KV head.
 
-        It has the same name.
+        The name is unchanged.
         """
         return self
 
@@ -162,14 +162,14 @@ class QueryMoments(RowMemory):
 class PromptQueries(RowMemory):
     """Remembers the queries of evenly spaced positions of the prompt, rotated to their positions.
 
-    With G query heads per KV head and a prompt of n tokens, these are the queries of all G heads at p = min(n,
-    max(1, ⌊number / G⌋)) positions ⌊i·n / p⌋ - 1, i = 1..p: at all positions, or at p of them, the last included.
+    With G query heads per KV head and a prompt of n tokens, p = min(n, max(1, ⌊number / G⌋)) positions are remembered,
+    ⌊i·n / p⌋ - 1 for i = 1..p: all positions of a short prompt, and always the last one.
 
-    Arrays: ``query`` [B, K, G, p, D] float32, and ``position`` [B, K, p] int32, -1 = none yet.
+    Arrays: ``query`` [B, K, G, p, D] float32, and ``position`` [B, K, p] int32, -1 = not filled yet.
 
     Attributes:
-      number: the most queries of a KV head.
-      longest: the most tokens of a prompt, beyond which no room is needed; None = not known.
+      number: the largest number of queries of a KV head.
+      longest: the largest number of tokens of a prompt, which limits the arrays; None = not known.
     """
 
     number: int = 4096
@@ -186,7 +186,7 @@ class PromptQueries(RowMemory):
         return dataclasses.replace(self, longest=longest)
 
     def _room(self, group: int) -> int:
-        """Returns the most positions that are remembered."""
+        """Returns the largest number of positions that are remembered."""
         room = max(1, self.number // group)
         return room if self.longest is None else min(room, self.longest)
 
@@ -200,14 +200,14 @@ class PromptQueries(RowMemory):
     def update(self, memory: Arrays, queries: Queries) -> dict[str, Array]:
         assert queries.first is not None and queries.total is not None
         room, n = memory["position"].shape[2], queries.position.shape[1]
-        # [B, p]: the numbers of the tokens that are remembered in the end
+        # [B, p]: the indices in the prompt of the tokens to remember
         number = jnp.arange(1, room + 1, dtype=jnp.int32)
         length = queries.total[:, None]
         count = jnp.clip(length, 1, room)
         # ⌊i·n / p⌋ without the product, which may exceed int32
         wanted = number * (length // count) + number * (length % count) // count - 1
         wanted = jnp.where(number <= jnp.minimum(length, room), wanted, -1)
-        # [B, p]: their places among the step's tokens, which are consecutive
+        # [B, p]: their indices among the step's tokens, which are consecutive
         place = wanted - queries.first[:, None]
         last = jnp.sum(queries.position >= 0, axis=1, keepdims=True, dtype=jnp.int32)
         here = (wanted >= 0) & (place >= 0) & (place < last)
@@ -224,11 +224,11 @@ class PromptQueries(RowMemory):
 class ReplayQueries(PromptQueries):
     """Remembers evenly spaced queries of the prompt's replay, as `PromptQueries` does those of the prompt.
 
-    The tokens of all blocks of the replay count, in their order; ``position`` is their number in it.
+    The tokens of all blocks of the replay are numbered in order; ``position`` is this number.
 
     Attributes:
       number: see `PromptQueries`.
-      longest: the most tokens of a replay.
+      longest: the largest number of tokens of a replay.
       replay: how the prompt is replayed.
     """
 

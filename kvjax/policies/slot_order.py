@@ -42,8 +42,8 @@ def over_neighbours(
       x: [B, K, S] float32.
       position: [B, K, S] int32.
       kernel: the number of neighbours, odd, the slot among them.
-      function: of two numbers, such as `jax.lax.max`.
-      initial: in the place of neighbours that there are not.
+      function: combines two numbers, such as `jax.lax.max`.
+      initial: the value of missing neighbours.
     """
     order, reach = in_slot_order(position), kernel // 2
     reduced = jax.lax.reduce_window(

@@ -193,8 +193,8 @@ def adakv(base: Policy, *, safeguard: float = 0.2, max_share: float | None = Non
         least 1; None = without limit, as published.
 
     Raises:
-      PolicyError: a policy that is not a compressor, whose heads must hold the same positions (`chunkkv`), or that is
-        combined already.
+      PolicyError: a policy that is not a compressor, whose heads must hold the same positions (`chunkkv`), or that
+        already shares slots or merges.
 
     Memory: the heads of a layer have arrays of one size, and which head gets many slots is known when they are
     allocated already, so that each has room for as many as any head may get: safeguard + K·(1 - safeguard) times the

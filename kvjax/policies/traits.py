@@ -13,7 +13,7 @@ from kvjax.policies.phases import Phases
 
 
 def phases(policy: Policy) -> tuple[Evict, ...]:
-    """Returns the policies, in order of time, of the heads or layers that a selection applies to; the last one decodes.
+    """Returns the policies of the heads or layers that a selection applies to, in order of time; the last one decodes.
 
     Raises:
       SelectionError: an unknown kind of policy.
@@ -48,7 +48,7 @@ def parameters_of(policy: Policy) -> tuple[Parameters, ...]:
     """Returns the parameters that a policy reads.
 
     Raises:
-      PolicyError: two that differ have one name.
+      PolicyError: different parameters have the same name.
     """
     return distinct(each for part in evictions(policy) for each in part.params)
 

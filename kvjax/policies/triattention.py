@@ -1,4 +1,4 @@
-"""TriAttention: the mean logit that future queries will give a key, by a calibration (arXiv:2604.04921)."""
+"""TriAttention: ranks keys by the logits that later queries are expected to give them (arXiv:2604.04921)."""
 
 import dataclasses
 
@@ -21,8 +21,8 @@ SMALL = 1e-6  # the least standard deviation that scores are divided by
 class QuerySpread(Parameters):
     """The mean of each query head's queries, and their mean magnitudes, before rotation (arXiv:2604.04921, section 4).
 
-    Arrays of a layer: ``mean`` [K, G, D]; ``size`` [K, G, F], of F = D - R / 2 magnitudes: those of the R / 2 pairs of
-    features that are rotated together, and then those of the features that are not rotated.
+    Arrays of a layer: ``mean`` [K, G, D]; ``size`` [K, G, F], F = D - R / 2 magnitudes: first those of the R / 2 pairs
+    of features that are rotated together, then those of the features that are not rotated.
     """
 
     name = "triattention"
@@ -47,11 +47,12 @@ class QuerySpread(Parameters):
 
 @dataclasses.dataclass(frozen=True)
 class FutureLogit(Importance):
-    """Ranks a slot by the logit that queries of later positions will give it (TriAttention, arXiv:2604.04921, eq. 7).
+    """Ranks a slot by the logit that later queries are expected to give it (TriAttention, arXiv:2604.04921, eq. 7).
 
-    The logit of the mean query at the positions 1, 2, 4, ... after the newest, averaged, plus the product of the key's
-    magnitudes with how far the queries' magnitudes are from that of their mean. It is standardised over the live slots
-    of each query head, and the largest of the query heads that share a KV head counts.
+    The expected logit is the sum of two terms. The first is the logit of the mean query, averaged over the positions
+    1, 2, 4, ... after the newest. The second is the product of the key's magnitudes with the differences between the
+    queries' mean magnitudes and the magnitudes of their mean. The logit is standardised over the live slots of each
+    query head; the score is the largest over the query heads that share a KV head.
 
     Attributes:
       longest: the largest distance to a later position.
@@ -73,7 +74,7 @@ class FutureLogit(Importance):
         return standardised(self.raw(view), view.live)
 
     def raw(self, view: View) -> Array:
-        """Returns the expected logit by each query head, [B, K, G, S] float32, without the logit scale."""
+        """Returns the expected logit of each query head, [B, K, G, S] float32, without the scale."""
         own = view.params[QuerySpread.name]
         key = view.rotated().astype(jnp.float32)
         mean, size = own["mean"], own["size"]
@@ -103,7 +104,7 @@ class FutureLogit(Importance):
 
 
 def standardised(raw: Array, live: Array) -> Array:
-    """Returns the largest of the query heads' logits, each standardised over the live slots, [B, K, S] float32.
+    """Standardises logits over the live slots, and returns the largest over the query heads, [B, K, S] float32.
 
     Args:
       raw: [B, K, G, S] float32.
@@ -118,13 +119,13 @@ def standardised(raw: Array, live: Array) -> Array:
 
 
 def _mean_rotation(start: Array, half: int, longest: int, frame: KeyFrame | None) -> tuple[Array, Array]:
-    """Returns cosine and sine of the mean of the rotations by start + 1, start + 2, start + 4, ..., [B or 1, half].
+    """Returns the mean cosine and sine of the rotations by start + 1, start + 2, start + 4, ..., [B or 1, half].
 
     Args:
       start: [B] int32.
       half: the number of frequencies.
       longest: the largest distance from the start.
-      frame: has the rotary embedding; without one nothing is rotated.
+      frame: the rotary embedding; None = no rotation.
     """
     if frame is None or frame.rope is None or frame.frequencies is None:
         return jnp.ones((1, half)), jnp.zeros((1, half))
@@ -146,9 +147,9 @@ def _mean_rotation(start: Array, half: int, longest: int, frame: KeyFrame | None
 
 @factory
 def triattention(budget: BudgetLike, *, every: int = 128, longest: int = 65_536, positions: str = "original") -> Evict:
-    """Keeps the slots that queries of later positions will give the largest logits (TriAttention, arXiv:2604.04921).
+    """Keeps the slots that later queries are expected to give the largest logits (TriAttention, arXiv:2604.04921).
 
-    Importance needs only keys and a calibration of the model's queries; see `FutureLogit`. Make the calibration with
+    Importance reads only keys and a calibration of the model's queries; see `FutureLogit`. Make the calibration with
     ``kvjax.calibrate(model, tokens, policy)`` and pass it as ``calibration=``.
 
     Args:
@@ -160,7 +161,7 @@ def triattention(budget: BudgetLike, *, every: int = 128, longest: int = 65_536,
     Raises:
       PolicyError: a model without a rotary embedding.
 
-    The authors' code ranks all layers and heads in one set by default, and keeps the prompt, which here is
-    ``phases(full(), triattention(...))``. Its nearest later position is one before the paper's.
+    The authors' code ranks the slots of all layers and heads together by default, and keeps the prompt, which here is
+    ``phases(full(), triattention(...))``. Its later positions begin one before the paper's.
     """
     return evict(importance=FutureLogit(longest), budget=budget, positions=positions, every=every, name="triattention")

@@ -36,7 +36,7 @@ class LargestValues(Scope):
       number: the number of slots; None = a quarter of each row's budget, ⌊b/4⌋.
       measure: ``range``, the largest feature less the smallest; ``absmax``, ``var`` or ``l2``.
       among: leaves open the slots that are compared.
-      sinks: the number of first slots of these that come before all others, whatever their values.
+      sinks: the number of first slots that are among these, whatever their values.
     """
 
     number: int | None = None

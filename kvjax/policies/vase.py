@@ -1,4 +1,4 @@
-"""Eviction by a draw among the slots that recent queries attend to (VaSE, arXiv:2606.03928)."""
+"""VaSE: keeps a random draw of the slots that recent queries attend to (arXiv:2606.03928)."""
 
 import dataclasses
 
@@ -24,8 +24,8 @@ Array = jax.Array
 def pooled_attention(view: View, window: int, kernel: int) -> Array:
     """Returns the attention of the newest queries to the slots before them, [B, K, S] float32; 0 for other slots.
 
-    The mean over the queries, the query heads that share a KV head, and `kernel` neighbours in the order of positions,
-    of which those that there are not count as 0.
+    This is the mean over the queries, the query heads that share a KV head, and `kernel` neighbours in the order of
+    positions. Missing neighbours count as 0.
 
     Args:
       view: with a memory of `RecentQueries(window)`.
@@ -41,10 +41,10 @@ def pooled_attention(view: View, window: int, kernel: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class SampledAttention(Importance):
-    """Ranks a slot by log a + g, a its attention and g a Gumbel variable (VaSE, arXiv:2606.03928, section 3).
+    """Ranks a slot by log a + g, with attention a and a Gumbel variable g (VaSE, arXiv:2606.03928, section 3).
 
-    The slots of the highest scores are then a draw without replacement in proportion to a; see `pooled_attention`. Each
-    round draws again, from keys into which layer, head, position and the number of tokens so far are folded.
+    The slots of the highest scores are a draw without replacement in proportion to a, see `pooled_attention`. Each
+    round draws again, with random keys that depend on layer, head, position and the number of tokens so far.
 
     Attributes:
       window: the number of newest queries.
@@ -82,11 +82,11 @@ class SampledAttention(Importance):
 
 @dataclasses.dataclass(frozen=True)
 class ProjectedShare(Importance):
-    """Ranks a slot by the squared norms of its key and value, each in a few random directions (VaSE's DKV variant).
+    """Ranks a slot by the squared norms of its key and value in a few random directions (VaSE's variant DKV).
 
-    Keys and values are multiplied by one Gaussian matrix [D, rank] / √rank, which is drawn anew in each round: from a
-    key into which layer and the number of tokens so far are folded. Their shares of the sums over the live slots are
-    multiplied.
+    Keys and values are multiplied by the same Gaussian matrix [D, rank] / √rank. It is drawn again in each round, with
+    a random key that depends on the layer and the number of tokens so far. Each squared norm is divided by its sum over
+    the live slots; the score is the product of the two shares.
 
     Attributes:
       rank: the number of directions.
@@ -133,11 +133,11 @@ def vase(
     seed: int = 0,
     positions: str = "original",
 ) -> Evict:
-    """Keeps slots drawn in proportion to the attention of the newest queries (VaSE, arXiv:2606.03928, AttnV).
+    """Keeps a random draw of slots in proportion to recent attention (VaSE, arXiv:2606.03928, AttnV).
 
-    Protected are the `every` newest positions, and of the others the `large` slots of the largest values, by their
-    range over features, of which the first `sinks` slots are part. What else the budget has room for is drawn without
-    replacement, in proportion to the attention that the `every` newest queries pay; see `SampledAttention`.
+    The `every` newest positions are protected, and `large` other slots: the first `sinks` slots, then those of the
+    largest values by their range over features. The rest of the budget is drawn without replacement, in proportion to
+    the attention of the `every` newest queries; see `SampledAttention`.
 
     Args:
       budget: see `evict`; at least ``every + large``.
@@ -145,12 +145,11 @@ def vase(
       large: the number of slots that are protected for their values; None = a quarter of the budget, ⌊b/4⌋.
       sinks: the number of first slots that count as the largest values.
       kernel: the number of neighbours, odd, whose attention is averaged.
-      seed: of the draw, 0 to 2³² - 1. A draw depends on it, the layer, the head, the position and the number of tokens
-        so far, and not on the row's place in the batch.
+      seed: the random seed of the draw, 0 to 2³² - 1. A draw also depends on the layer, the head, the position and the
+        number of tokens so far, but not on the row's index in the batch.
       positions: see `evict`.
 
-    After its first round, the authors' code averages over slots in the order in which they were drawn, not in that of
-    the text.
+    After its first round, the authors' code averages over neighbours in the order of the draw, not of the text.
     """
     newest = Newest(count_argument("every", every, minimum=1))
     return evict(
@@ -164,7 +163,7 @@ def vase(
 def vase_dkv(
     budget: BudgetLike, *, every: int = 64, rank: int = 20, sinks: int = 4, seed: int = 0, positions: str = "original"
 ) -> Evict:
-    """Keeps slots whose keys and values are large in random directions (VaSE, arXiv:2606.03928, DKV).
+    """Keeps slots whose keys and values have large norms in random directions (VaSE, arXiv:2606.03928, DKV).
 
     Importance is the product of the squared norms of key and value after a random projection, see `ProjectedShare`; the
     first `sinks` and the `every` newest positions are protected.
@@ -174,7 +173,7 @@ def vase_dkv(
       every: the number of slots that are evicted at once, see `evict`, and of newest positions that are protected.
       rank: the number of directions.
       sinks: the number of first positions that are protected.
-      seed: of the directions, 0 to 2³² - 1; see `vase`.
+      seed: the random seed of the directions, 0 to 2³² - 1; see `vase`.
       positions: see `evict`.
     """
     newest = Newest(count_argument("every", every, minimum=1))

@@ -1,7 +1,7 @@
-"""Written scores: numbers that a token gets once, when it enters the cache, and that its slot keeps.
+"""Written scores: numbers that are computed once per token, when it enters the cache, and stored with its slot.
 
-Statistics of attention are added to at every step. A written score is computed from the token alone, after it has
-attended, and is moved and forgotten with its slot.
+Statistics of attention change in every step. A written score depends only on the token and its attention output; it
+moves with the slot, and is deleted with it.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from kvjax.policies.parameters import Parameters, Parts
 
 Array = jax.Array
-NEAR = 2.0**-20  # of the largest score of a head: what differs by less is the same but for rounding
+NEAR = 2.0**-20  # relative to the largest score of a head: smaller differences are rounding
 
 
 class Token(NamedTuple):
@@ -39,10 +39,10 @@ class Token(NamedTuple):
 
 
 class Written:
-    """A score that a token gets once. Write a frozen dataclass that inherits from this class.
+    """A score that is computed once per token. Write a frozen dataclass that inherits from this class.
 
     Attributes:
-      name: key of the score in the statistics of slots; two that are equal share one.
+      name: key of the score in the statistics of slots; equal scores share it.
       projects: whether `write` reads `Token.out_kernel`.
     """
 
@@ -58,7 +58,7 @@ class Written:
         return ()
 
     def write(self, token: Token, params: Mapping[str, Parts]) -> Array:
-        """Returns the scores of the new tokens, [B, K, n] float32; what padding gets does not matter.
+        """Returns the scores of the new tokens, [B, K, n] float32; those of padding are ignored.
 
         Args:
           token: the new tokens.
@@ -70,9 +70,9 @@ class Written:
 def placed(old: Array, new: Array, position: Array, own: Array) -> Array:
     """Writes the scores of a step's own tokens to their slots.
 
-    Equal tokens have equal hidden states in the first layer, and their scores must tie. A prompt and a step compute
-    them by different products, which differ in the last bits: a score that is as near as that to the score of a slot
-    is taken to be the same.
+    Equal tokens have equal hidden states in the first layer, and their scores must tie. A prompt and a decoding step
+    compute them by different products, which differ in the last bits. A new score that differs from the score of a
+    slot by rounding alone is therefore replaced by it.
 
     Args:
       old: [B, K, S] float32.
