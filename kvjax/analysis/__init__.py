@@ -6,7 +6,7 @@
 divides slots among the layers. `selected` compares what a selection reads with the best choice of the same size,
 `skew_effect` does so with and without a skew, and `input_cosine` compares the inputs of consecutive layers. `plots`
 draws each of them, and `submodular` compares greedy selection with the optimum. `train_directions` and `search_ranks`
-fit a storage of low rank. `show` makes a page of a text with the tokens that caches hold of it.
+fit a storage of low rank. `show` makes a page of a text that marks the tokens that each cache holds.
 
 In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest row. Results are NumPy arrays.
 """

@@ -22,7 +22,7 @@ from kvjax.policies.components import Merge
 from kvjax.policies.kvzip import kvzip
 from kvjax.policies.prompt_replay import REPLAYED
 
-TIE = 1e-9  # parts of a slot that are less are rounding
+TIE = 1e-9  # differences of remainders below this are rounding
 
 
 @overload
@@ -62,26 +62,25 @@ def budgets(
 
     ``density`` and ``entropy`` run the text once under full attention. Their result is the budget of a policy:
     ``h2o(budget=kvjax.analysis.budgets(model, tokens, 256))``. Its mean is `budget`, and no layer gets fewer than 32
-    slots. Layers get whole slots by largest remainder; of equal remainders, that of the lower layer comes first.
-    ``gates`` trains a number for each KV head, and ``replay`` runs the text twice; the result of both is a table for
-    `kvjax.policies.duo_attention`.
+    slots. Slots are rounded by largest remainder; of equal remainders, the lower layer comes first. ``gates`` trains a
+    number for each KV head, and ``replay`` runs the text twice; both return a table for `kvjax.policies.duo_attention`.
 
     Args:
       model: from `kvjax.load`.
       tokens: [B, T] or [T] int, rows padded at the end. Use texts as long as those that the budgets are for.
-      budget: the slots per KV head of the average layer; of ``gates`` and ``replay``, the share of the KV heads that
-        keep every token.
+      budget: the mean number of slots per KV head over the layers; for ``gates`` and ``replay``, the share of the KV
+        heads that keep every token.
       rule: ``density`` gives fewer slots to layers whose accumulated attention varies more between tokens
         (`density_weights`, D2O); ``entropy`` gives more slots to layers whose queries spread their attention over more
         tokens (`entropy_weights`, ZigZagKV); ``gates`` is `head_gates` (DuoAttention); ``replay`` chooses the heads of
-        the largest scores when the text is repeated (`replay_scores`, KVzip), as many as the share allows; of equal
-        ones, those of lower layers and heads.
+        the largest scores when the text is repeated (`replay_scores`, KVzip), rounded down; of equal scores, those of
+        lower layers and heads.
       lengths: [B] real tokens of each row; None = all T.
-      options: of the rule: `share` of ``entropy``; `answers` and others of ``gates``, see `head_gates`; those of
-        `replay_scores` of ``replay``.
+      options: options of the rule. ``entropy`` has `share`; ``gates`` has `answers` and those of `head_gates`;
+        ``replay`` has those of `replay_scores`.
 
     Returns:
-      L numbers of slots; of ``gates`` and ``replay``, [L, K] bool.
+      L numbers of slots; for ``gates`` and ``replay``, [L, K] bool.
 
     Raises:
       InputError: tokens or lengths that do not fit the model, an unknown rule, a budget below 32 slots or a share of
@@ -98,11 +97,11 @@ def budgets(
 
 
 def density_weights(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None) -> np.ndarray:
-    """Computes exp(-w / mean w) of each layer; w is how much accumulated attention varies between tokens (D2O).
+    """Computes exp(-w / mean w) of each layer, where w is the variance of accumulated attention over tokens (D2O).
 
-    w is the variance over the tokens of a row of the attention that each received from all queries, averaged over query
-    heads and rows. Where few tokens receive most of the attention, w is large and few slots hold it (arXiv:2406.13035).
-    That w is divided by its mean over the layers is kvjax's choice.
+    w is the variance, over the tokens of a row, of the attention that a token receives from all queries, averaged over
+    query heads and rows. If few tokens receive most of the attention, w is large and few slots are enough
+    (arXiv:2406.13035). Dividing w by its mean over the layers is kvjax's choice.
 
     Args:
       model: see `budgets`.
@@ -132,8 +131,8 @@ def entropy_weights(
 ) -> np.ndarray:
     """Computes the number of tokens that hold `share` of a query's attention in each layer (ZigZagKV).
 
-    It is the mean over queries, query heads and rows, the uncertainty of a layer (arXiv:2412.09036). The mean over all
-    queries of a text, and the least of half of the average layer's slots in `budgets`, are kvjax's choice.
+    The mean over queries, query heads and rows is the uncertainty of a layer (arXiv:2412.09036). Two choices are
+    kvjax's: the mean over all queries of a text, and in `budgets` the minimum of half of the mean number of slots.
 
     Args:
       model: see `budgets`.
@@ -151,13 +150,13 @@ def entropy_weights(
     found = keys_for_mass(model, tokens, lengths=lengths, share=share)
     # [B]
     queries = np.count_nonzero(found[0, :, 0], axis=-1)
-    # [L]: rows count alike, whatever their lengths
+    # [L]: every row has the same weight, whatever its length
     return np.asarray((found.sum(axis=-1, dtype=np.float64) / queries[:, None]).mean(axis=(1, 2)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _KeepScores(Merge):
-    """Keeps the scores of a replay beside the slots while decoding; nothing is merged."""
+    """Keeps the scores of a replay as a statistic while decoding; merges nothing."""
 
     remembers = (REPLAYED,)
     folds = False
@@ -176,10 +175,10 @@ def replay_scores(
     chunk: int = 2048,
     sinks: int = 4,
 ) -> np.ndarray:
-    """Computes how much of a text each KV head is needed for to repeat it (KVzip, arXiv:2505.23416).
+    """Computes how much each KV head is needed to repeat a text (KVzip, arXiv:2505.23416).
 
-    It is the mean over the tokens of a row of the score by which `kvjax.policies.kvzip` ranks a slot, averaged over
-    rows. Means, and not maxima, are kvjax's choice.
+    The score of a head is the mean importance of its slots under `kvjax.policies.kvzip`, over the tokens of a row and
+    then over rows. Means instead of maxima are kvjax's choice.
 
     Args:
       model: see `budgets`.
@@ -213,8 +212,8 @@ def replay_scores(
 def divided(weights: ArrayLike, budget: int, *, least: int = MIN_SLOTS) -> tuple[int, ...]:
     """Divides slots in proportion to weights, with at least `least` each.
 
-    Where a part in proportion is smaller, it is `least`, and the others divide the rest. Parts are rounded by largest
-    remainder, that of the lower layer first if some are equal.
+    A layer whose part would be smaller gets `least`, and the others divide the rest. Parts are rounded by largest
+    remainder; of equal remainders, the lower layer comes first.
 
     Args:
       weights: [L] positive numbers.

@@ -1,6 +1,7 @@
-"""Directions that are trained for any number of them, and ranks of heads by a greedy search (MatryoshkaKV, 2410.14731).
+"""Trains nested directions of heads, and searches a rank for each head (MatryoshkaKV, arXiv:2410.14731).
 
-A storage of low rank holds a vector by its first directions. These begin as principal directions (`kvjax.calibrate`).
+A storage of low rank holds a vector by its coefficients in the first directions of the head. Training begins at the
+principal directions of `kvjax.calibrate`.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ from kvjax.summary import one_line
 
 Array = jax.Array
 SIDES = ("key", "value")
-LEVELS = tuple(eighths / 8 for eighths in range(1, 9))  # of a head's directions
-TOKENS = 256  # of a row, whose logits exist at the same time
+LEVELS = tuple(eighths / 8 for eighths in range(1, 9))  # parts of a head's directions
+TOKENS = 256  # tokens of a row whose logits exist at the same time
 
 
 class TrainedDirections(NamedTuple):
@@ -40,7 +41,7 @@ class TrainedDirections(NamedTuple):
 
     Attributes:
       calibration: all directions of every head, for ``low_rank(D, D)``; see `shortened`.
-      losses: [steps] float32, the loss before each step, under the ranks that were drawn for it.
+      losses: [steps] float32, the loss before each step, with the ranks drawn for this step.
     """
 
     calibration: Calibration
@@ -55,8 +56,8 @@ class Ranks(NamedTuple):
 
     Attributes:
       key: [L, K] int32, the number of directions of keys.
-      value: [L, K] int32, that of values.
-      loss: float, under these ranks.
+      value: [L, K] int32, the number of directions of values.
+      loss: float, the loss with these ranks.
     """
 
     key: np.ndarray
@@ -79,27 +80,27 @@ def train_directions(
     rows: int = 1,
     seed: int = 0,
 ) -> TrainedDirections:
-    """Trains the directions of every head so that any number of the first ones is of use (MatryoshkaKV).
+    """Trains the directions of every head so that any number of the first ones can be kept (MatryoshkaKV).
 
-    In each step, keys and values of each head are held in a number of directions that is drawn from `levels`. The loss
-    is the Kullback-Leibler divergence of the next token's distribution from that of the full model, its mean over the
-    tokens. Directions stay orthogonal by Cayley's map: U = U₀ (I + A)⁻¹ (I - A) with A = P - Pᵀ, of which P is trained
-    by Adam (optax). The model is not trained.
+    In each step, the keys and the values of each head are held in a number of directions drawn from `levels`. The loss
+    is the Kullback-Leibler divergence of the next token's distribution from that of the full model, averaged over the
+    tokens. Cayley's map keeps directions orthogonal: U = U₀ (I + A)⁻¹ (I - A) with A = P - Pᵀ. Adam (optax) trains P.
+    The model is not trained.
 
     Args:
       model: from `kvjax.load`.
       tokens: [B, T] int, rows padded at the end.
       calibration: from ``kvjax.calibrate(model, tokens, kvjax.storage.low_rank(D, D))``, with all D directions.
       lengths: [B] real tokens of each row; None = all T.
-      levels: parts of the D directions that are drawn from, in (0, 1].
+      levels: the parts of the D directions that ranks are drawn from, in (0, 1].
       steps: the number of steps.
       rate: the largest rate of Adam; see `head_gates` for its schedule.
       rows: the rows of the batch of each step; steps go through all rows in turn.
-      seed: of the numbers that are drawn.
+      seed: the random seed of the ranks.
 
     Raises:
       InputError: tokens or lengths that do not fit the model, or a number that is not valid.
-      StorageError: a calibration that is not of all directions of this model.
+      StorageError: a calibration that does not have all directions of this model.
       ConfigError: a model that is spread over several processes.
     """
     import optax
@@ -155,22 +156,22 @@ def search_ranks(
 ) -> Ranks:
     """Finds a rank for the keys and the values of each head by a greedy search (MatryoshkaKV).
 
-    It begins with all directions. In each round it measures the loss of `train_directions` with each head's keys or
-    values one level lower, and lowers those of the least loss, until the mean rank is at most `share` of D. With L
-    layers of K KV heads a round runs the text 2 · L · K times.
+    The search begins with all directions. Each round measures the loss of `train_directions` with the rank of each
+    head's keys or values one level lower, and lowers the ranks of the least loss. It ends when the mean rank is at most
+    `share` of D. With L layers of K KV heads, a round runs the text 2 · L · K times.
 
     Args:
       model: from `kvjax.load`.
       tokens: [B, T] int, rows padded at the end; all rows are one batch.
       calibration: see `train_directions`.
-      share: the part of the directions that are kept on average, in (0, 1].
+      share: the mean part of the directions that is kept, in (0, 1].
       lengths: [B] real tokens of each row; None = all T.
       levels: parts of the D directions, in (0, 1].
       at_once: the number of ranks that a round lowers.
 
     Returns:
-      The ranks: ``low_rank(ranks.key, ranks.value)`` is the storage, and ``shortened(calibration, ranks)`` what it
-      needs.
+      The ranks: ``low_rank(ranks.key, ranks.value)`` is the storage, and ``shortened(calibration, ranks)`` its
+      calibration.
 
     Raises:
       InputError: tokens or lengths that do not fit the model, or a share below the lowest level.
@@ -210,8 +211,8 @@ def shortened(calibration: Calibration, ranks: Ranks) -> Calibration:
     """Returns the calibration of ``low_rank(ranks.key, ranks.value)``: the first directions of each layer.
 
     Args:
-      calibration: with all directions.
-      ranks: of the same model.
+      calibration: has all directions.
+      ranks: the ranks for the same model.
     """
     layers = []
     for layer, *own in zip(calibration.layers, ranks.key, ranks.value, strict=True):
@@ -234,7 +235,7 @@ def divergence(
     *,
     config: DecoderConfig,
 ) -> Array:
-    """Computes the mean divergence of the next token's distribution if keys and values are in some directions.
+    """Computes the mean divergence of the next token's distribution with keys and values in their first directions.
 
     Args:
       params: of the model.
@@ -281,13 +282,13 @@ def divergence(
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """Checked arguments.
+    """The checked arguments of `train_directions` and `search_ranks`.
 
     Attributes:
       tokens: [B, T] int32.
       lengths: [B] int.
-      sides: of each layer, the directions in float32.
-      shape: (L, 2, K), that of ranks.
+      sides: for each layer, the directions in float32.
+      shape: (L, 2, K), the shape of ranks.
     """
 
     tokens: np.ndarray
@@ -320,7 +321,7 @@ def _levels(levels: Sequence[float], dim: int) -> np.ndarray:
 def _turned(
     sides: Sequence[dict[str, dict[str, Array]]], turn: Sequence[dict[str, Array]]
 ) -> list[dict[str, dict[str, Array]]]:
-    """Returns the directions, turned by Cayley's map of P - Pᵀ, [K, D, D] of each layer and side."""
+    """Returns the directions rotated by Cayley's map of P - Pᵀ, [K, D, D] for each layer and side."""
 
     def of_side(side: dict[str, Array], free: Array) -> dict[str, Array]:
         skew = free - jnp.swapaxes(free, -1, -2)

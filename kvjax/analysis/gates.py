@@ -1,4 +1,4 @@
-"""Which heads need every token, by gates that are trained on passkeys (DuoAttention, arXiv:2410.10819)."""
+"""Trains gates that say which KV heads need every token (DuoAttention, arXiv:2410.10819)."""
 
 import functools
 from collections.abc import Sequence
@@ -26,10 +26,8 @@ from kvjax.summary import one_line
 from kvjax.typing import PyTree
 
 Array = jax.Array
-WARM, SLOW = (
-    0.2,
-    0.1,
-)  # the part of all steps in which the rate rises, and at the end falls; from and to this part of it
+WARM = 0.2  # the part of all steps in which the rate rises, and in which it falls at the end
+SLOW = 0.1  # the first and the last rate, relative to the largest
 
 
 class Passkeys(NamedTuple):
@@ -37,7 +35,7 @@ class Passkeys(NamedTuple):
 
     Attributes:
       tokens: [B, T] int32.
-      answers: [B, T] bool, the tokens that follow from a passkey far back.
+      answers: [B, T] bool, the tokens that a passkey earlier in the row determines.
     """
 
     tokens: np.ndarray
@@ -65,7 +63,7 @@ class HeadGates(NamedTuple):
         """Returns the heads of the largest gates, [L, K] bool: a table for `kvjax.policies.duo_attention`.
 
         Args:
-          share: the part of all KV heads, rounded up; of equal gates, those of lower layers and heads come first.
+          share: the part of all KV heads to choose, rounded up; of equal gates, those of lower layers and heads.
 
         Raises:
           InputError: a share outside [0, 1].
@@ -87,7 +85,7 @@ def passkeys(
     draw_from: ArrayLike | None = None,
     seed: int = 0,
 ) -> Passkeys:
-    """Hides random passkeys in a text, and asks for each at its end (DuoAttention).
+    """Inserts random passkeys into a text and repeats them at its end (DuoAttention).
 
     A row is a part of the text with `keys` passkeys at random places, and then all passkeys once more, in another
     order. The first `cue` tokens of a repeated passkey say which one it is; the others are its answer.
@@ -95,12 +93,12 @@ def passkeys(
     Args:
       text: [N] int, the tokens of a long text.
       rows: B, the number of rows.
-      width: T, the tokens of a row; None = those of the text and of all passkeys, twice.
+      width: T, the number of tokens of a row; None = the whole text and all passkeys twice.
       keys: the number of passkeys of a row; 10 in the paper.
       length: the number of tokens of a passkey; the paper's have 32 words.
-      cue: the number of a passkey's first tokens that are no answer.
+      cue: the number of first tokens of a repeated passkey that are not answers.
       draw_from: [M] token ids that passkeys are drawn from; None = those of the text.
-      seed: of the parts of the text, of the passkeys and of their places.
+      seed: the random seed of the parts of the text, the passkeys and their places.
 
     Raises:
       InputError: a text that is too short, no tokens to draw from, or a number that is not valid.
@@ -149,18 +147,18 @@ def head_gates(
 ) -> HeadGates:
     """Trains a gate for each KV head, which blends attention over all tokens with that over a window (DuoAttention).
 
-    The loss is the squared difference between the last hidden states of the gated and of the full model, its mean over
-    the answers and the features, plus `penalty` times the mean gate (arXiv:2410.10819; that both are means is kvjax's
-    choice). A gate therefore stays near 1 only where a window changes the answers. The model is not trained.
+    The loss is the mean squared difference between the last hidden states of the gated and the full model, over the
+    answers and the features, plus `penalty` times the mean gate (arXiv:2410.10819; taking means is kvjax's choice). A
+    gate therefore stays near 1 only if a window would change the answers. The model is not trained.
 
     Gates begin at 1 and are kept in [0, 1]. They are trained by Adam (optax), whose rate rises in the first fifth of
     the steps and falls in the last. The paper has 2,000 steps.
 
     Args:
       model: from `kvjax.load`.
-      tokens: [B, T] int, rows padded at the end, in which something far back is asked for; `passkeys` makes such rows.
-      answers: [B, T] bool, the tokens that are answers. The hidden states that predict them are compared: each is that
-        of the token before.
+      tokens: [B, T] int, rows padded at the end, with answers that depend on distant tokens; see `passkeys`.
+      answers: [B, T] bool, the tokens that are answers. The loss compares the hidden states that predict them, those of
+        the tokens before.
       lengths: [B] real tokens of each row; None = all T.
       sinks: the number of first positions that a streaming head sees; see `kvjax.policies.duo_attention`.
       recent: the number of positions before the query's own that a streaming head sees too.
@@ -218,7 +216,7 @@ def head_gates(
 
 
 def rates(steps: int) -> np.ndarray:
-    """Returns the part of the largest rate that each step has, [steps] float64 in (0, 1]."""
+    """Returns the rate of each step as a part of the largest rate, [steps] float64 in (0, 1]."""
     warm = max(int(WARM * steps), 1)
     rise = np.arange(steps) / warm
     return np.asarray(SLOW + (1 - SLOW) * np.clip(np.minimum(rise, rise[::-1]), 0, 1))
@@ -297,11 +295,11 @@ class LayerInputs(NamedTuple):
 def hidden_states(
     params: Params, gates: Sequence[PyTree] | None, tokens: Array, lengths: Array, *, config: DecoderConfig
 ) -> Array:
-    """Computes the last hidden states of whole texts, [B, T, E]; a gradient holds one layer at a time.
+    """Computes the last hidden states of whole texts, [B, T, E]; the backward pass holds one layer at a time.
 
     Args:
       params: of the model.
-      gates: of each layer, what replaces the output of attention; None = attention over all tokens.
+      gates: for each layer, the object that replaces the output of attention; None = attention over all tokens.
       tokens: [B, T] int32.
       lengths: [B] int32.
       config: the decoder.
@@ -312,7 +310,7 @@ def hidden_states(
 def run_text(
     params: Params, gates: Sequence[PyTree] | None, tokens: Array, lengths: Array, *, config: DecoderConfig
 ) -> tuple[Array, list[LayerInputs]]:
-    """Returns what `hidden_states` does, and the inputs of the attention of each layer."""
+    """Returns the result of `hidden_states`, and the inputs of the attention of each layer."""
     dtype = params["embed"]["tokens"].dtype
     decoder = Decoder(config, dtype)
     # [B, T]

@@ -1,4 +1,4 @@
-"""Cartridges: slots of a compacted context that are trained on the text that follows it, with the model frozen."""
+"""Cartridges: trains the slots of a compacted context on the text that follows it, with the model frozen."""
 
 import functools
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class Cartridge(NamedTuple):
     """The result of `cartridge`.
 
     Attributes:
-      prefilled: the cache with trained slots, which is continued like any other.
+      prefilled: the cache with trained slots, which is continued like any other prefilled context.
       losses: [steps + 1] float32, the mean negative log-probability of a token, before each step and after the last.
     """
 
@@ -57,15 +57,15 @@ def cartridge(
 ) -> Cartridge:
     """Trains the slots of a compacted context on the text that follows it (Cartridges, arXiv:2506.06266).
 
-    The rotated keys, the values and the logarithms of the weights of the context's slots are trained by optax on the
-    cross-entropy of the continuation under teacher forcing. The model is frozen, and the slots keep their positions.
-    Training begins at what `kvjax.policies.matched` fitted; the paper trains on questions that the model asks itself
-    about the text.
+    An optax optimizer trains the rotated keys, the values and the logarithms of the weights of the context's slots. The
+    loss is the cross-entropy of the continuation under teacher forcing. The model is frozen, and the slots keep their
+    positions. Training begins at the result of `kvjax.policies.matched`. The paper trains on questions about the text
+    that the model generates.
 
     Args:
-      model: that of the context.
+      model: the model of the context.
       prefilled: from ``prefill(model, context, kvjax.policies.matched(slots), max_new_tokens=...)``, with room for the
-        continuation and for what is generated afterwards. It is unchanged.
+        continuation and for tokens generated afterwards. It is not changed.
       tokens: [B, n] int, the continuation of each row, padded at the end; n at least 2.
       lengths: [B] int, the number of real tokens of each row, at least 2; None for n.
       steps: the number of steps, each on all rows.
@@ -73,12 +73,12 @@ def cartridge(
       optimizer: an `optax.GradientTransformation`; None for ``optax.adam(rate)``.
 
     Returns:
-      The trained cache and the losses. The first token of the continuation is given, since the logits that predict it
-      do not depend on the slots.
+      The trained cache and the losses. The loss leaves out the first token of the continuation, because the logits that
+      predict it do not depend on the slots.
 
     Raises:
-      InputError: a cache without weights, or whose slots are coded, evicted or chosen while decoding; tokens that do
-        not fit the model or the rows; too few slots; or a number that is not valid.
+      InputError: a cache without weights, a cache whose slots are coded, evicted or chosen while decoding, tokens that
+        do not fit the model or the rows, too few slots, or a number that is not valid.
       ConfigError: a model that is spread over several processes.
     """
     import optax
@@ -128,7 +128,7 @@ def cartridge(
 
 
 def slots_of(state: KVState) -> Slots:
-    """Returns what is trained of a cache whose layers are not in stacks, in float32."""
+    """Returns the trained arrays of a cache whose layers are not stacked, in float32."""
 
     def own(group: LayerKV) -> dict[str, Array]:
         arrays = {"key": group.key, "value": group.value, LOG_WEIGHT: group.stats[LOG_WEIGHT]}
@@ -139,7 +139,7 @@ def slots_of(state: KVState) -> Slots:
 
 
 def with_slots(state: KVState, slots: Slots) -> KVState:
-    """Returns the cache with other keys, values and weights of the slots that are live, and of no others."""
+    """Returns the cache with other keys, values and weights in its live slots; empty slots are unchanged."""
 
     def changed(group: LayerKV, own: dict[str, Array]) -> LayerKV:
         # [B, K, S]: a token that follows takes an empty slot, with weight 1
@@ -164,9 +164,9 @@ def continuation_loss(
     """Returns the mean negative log-probability of the tokens of continuations after their first ones, float32.
 
     Args:
-      slots: what is trained, from `slots_of`.
+      slots: the trained arrays, from `slots_of`.
       params: of the decoder.
-      state: the cache of the contexts, whose layers are not in stacks.
+      state: the cache of the contexts, whose layers are not stacked.
       tokens: [B, n] int32.
       lengths: [B] int32, the number of real tokens of each row.
       config: the decoder.
@@ -202,7 +202,7 @@ def _step(
     phase: Phase,
     optimizer: Any,
 ) -> tuple[Slots, Any, Array]:
-    """Takes a step; returns the slots and the optimizer's state after it, and the loss before it."""
+    """Takes one training step; returns the new slots and optimizer state, and the loss before the step."""
     loss = functools.partial(continuation_loss, config=config, phase=phase)
     value, slope = jax.value_and_grad(loss)(slots, params, state, tokens, lengths)
     with jax.numpy_dtype_promotion("standard"):

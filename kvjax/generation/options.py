@@ -85,7 +85,7 @@ class CacheOptions:
         """Returns the model with the calibration of the cache, and the specification of the cache.
 
         Raises:
-          PolicyError: see `spec`; or the policy needs a calibration and has none, or that of another one.
+          PolicyError: see `spec`; or the calibration of the policy is missing, or belongs to another policy.
           StorageError: the storage needs a calibration and has none, or the calibration is for another one.
         """
         spec = self.spec(policy)

@@ -370,7 +370,7 @@ def prefill_steps(
 def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: Params) -> Sequence[Layer]:
     """Moves the slots of every group of heads from the arrays of the prompt phase to those of the decoding phase.
 
-    Of prompts that have been replayed, slots are evicted first.
+    If the prompts have been replayed, slots are evicted first.
 
     Args:
       kv: the cache after the last block, or the replay.
@@ -382,7 +382,7 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
     def one(index: int, layer: Layer, own_parts: tuple[tuple[PyTree, ...], PyTree, Array]) -> Layer:
-        """Converts a layer that is like the one of an index, with arrays, budgets and a number of its own."""
+        """Converts a layer of the same structure as layer `index`, given its arrays, budgets and layer number."""
         shared, budgets, number = own_parts
         rope = config.kind(index).rope
         frequencies = None if rope is None else rope.frequencies(kv.total)

@@ -1,4 +1,4 @@
-"""Runs prompts once more when they have ended, before anything of them is evicted; see `kvjax.policies.Replay`."""
+"""Replays prompts after they end, before any slot is evicted; see `kvjax.policies.Replay`."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from kvjax.models.bound import BoundDecoder
 from kvjax.policies.prompt_replay import OVERLAP, REPLAYED, Replay
 
 Array = jax.Array
-Scores = list[Array | None]  # of each group of heads, [B, K, S] float32; None for one that is not scored
+Scores = list[Array | None]  # for each group of heads, [B, K, S] float32; None if the group is not scored
 #: The result of a replay for a group of heads: the statistic of slots, if it is scored, and the memory of queries.
 Recorded = tuple[Array | None, dict[str, dict[str, Array]]]
 
@@ -23,8 +23,8 @@ def replayed(decoder: BoundDecoder, kv: KVState, tokens: Array, layout: CacheLay
     Args:
       decoder: the decoder.
       kv: the cache after the prompts' last tokens, in the arrays of the prompt phase.
-      tokens: [B, n] int32, the prompts; what follows a row's prompt is not read.
-      layout: of the cache; says how prompts are replayed.
+      tokens: [B, n] int32, the prompts; tokens after a row's prompt are not read.
+      layout: the layout of the cache, with the replay.
     """
     replay, width = layout.replay, tokens.shape[1]
     assert replay is not None
@@ -46,7 +46,7 @@ def replayed(decoder: BoundDecoder, kv: KVState, tokens: Array, layout: CacheLay
         return kv.replace(layers=jax.tree.unflatten(tree, own))
 
     def run(before: KVState, start: Array) -> tuple[Array, KVState, Array]:
-        """Replays a chunk: what leaves the last layer [B, m, hidden], the cache, and which tokens are real [B, m]."""
+        """Replays a chunk; returns the last layer's output [B, m, hidden], the cache, and the real tokens [B, m]."""
         ids, position = chunk_tokens(tokens, kv.prompt, start, replay, chunk)
         first = jnp.broadcast_to(start, kv.prompt.shape)
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget, replayed=first)
@@ -78,12 +78,12 @@ def replayed(decoder: BoundDecoder, kv: KVState, tokens: Array, layout: CacheLay
 
 
 def _recorded(group: LayerKV) -> Recorded:
-    """Returns what a replay writes of a group of heads."""
+    """Returns the arrays of a group of heads that a replay writes."""
     return group.stats.get(REPLAYED), group.memory
 
 
 def _replaying(phase: Phase) -> Phase:
-    """Returns the groups of the steps of a replay."""
+    """Returns the phase with its groups marked as replaying."""
     return tuple(tuple(dataclasses.replace(group, replaying=True) for group in layer) for layer in phase)
 
 
@@ -98,7 +98,7 @@ def chunk_tokens(tokens: Array, lengths: Array, start: Array, replay: Replay, ch
       chunk: the number of tokens of a chunk.
 
     Returns:
-      The ids [B, m] int32 and their positions [B, m] int32, which follow the prompt; -1 = padding, also for a row whose
+      The ids [B, m] int32 and their positions [B, m] int32, which follow the prompt. -1 marks padding, and rows whose
       prompt ends before the chunk.
     """
     width = tokens.shape[1]

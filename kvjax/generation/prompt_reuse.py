@@ -27,7 +27,7 @@ from kvjax.parallel import host_memory
 from kvjax.parallel.sharding import Params
 
 Array = jax.Array
-CACHE_PARAMS = (SKEW, SIDES, POLICY)  # optional parameters of an attention that a cache depends on, and no prompt
+CACHE_PARAMS = (SKEW, SIDES, POLICY)  # optional parameters of an attention that only the cache depends on
 BY_LENGTH = ("dynamic", "longrope")  # scalings of RoPE that depend on the tokens to come
 
 

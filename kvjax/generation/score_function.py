@@ -1,4 +1,4 @@
-"""A score through the cache as a function of parameters and tokens, for steps of training."""
+"""The log-probabilities of tokens under a cache, as a function of parameters and tokens, for training steps."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from kvjax.policies.base import Policy
 from kvjax.storage.gradient import differentiable
 
 Array = jax.Array
-CHUNK = 16  # tokens after the prompt between two caches that are stored for the backward pass
+CHUNK = 16  # tokens after the prompt between two caches stored for the backward pass
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreFunction:
-    """A differentiable score of rows of one length.
+    """The result of `score_function`: a differentiable score of rows of equal length.
 
     Attributes:
-      score: parameters and tokens [B, T] int32 -> the log-probability of each token but the first, [B, T - 1] float32.
+      score: (parameters, tokens [B, T] int32) -> the log-probability of each token after the first, [B, T - 1] float32.
       layout: the static description of the cache.
       least_slots: the smallest number of slots that a KV head may keep; None where every token is kept.
     """
@@ -48,12 +48,12 @@ def score_function(
     length: int,
     prefill_block: int | None = None,
 ) -> ScoreFunction:
-    """Returns `kvjax.log_likelihood` of rows of one length as a function that may be traced.
+    """Returns `kvjax.log_likelihood`, for rows of equal length, as a function that can be traced.
 
     `log_likelihood` checks tokens on the host and lowers a spec in each call. Here this is done once, so that one
-    compiled step of training serves all batches. Its gradient is that of `log_likelihood`: straight through the codes
-    of a storage, and which slots are evicted or read is a constant. Blocks of the prompt, and parts of what follows,
-    are computed again in the backward pass, so that only the cache between them is stored.
+    compiled training step serves all batches. The gradient is that of `log_likelihood`: it passes straight through the
+    codes of a storage, and treats the choice of slots as a constant. The backward pass computes blocks of the prompt,
+    and parts of the tokens after it, again, so that only the caches between them are stored.
 
     Args:
       model: from `kvjax.load`, with a calibration among its parameters if the storage needs one. Call the score in
@@ -95,7 +95,7 @@ def score_function(
             params, ids, jnp.asarray(prompt), jnp.asarray(total), budgets.prompt, budgets.decode, config=config,
             layout=layout, score=True,
         )  # fmt: skip
-        # The last token predicts nothing.
+        # The last token is only predicted.
         if (steps := following - 1) > 0:
             # [B, T]
             scores = jnp.pad(scores, ((0, 0), (0, length - scores.shape[1])))

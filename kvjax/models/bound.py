@@ -59,7 +59,7 @@ class BoundDecoder(NamedTuple):
         return cast(tuple[Array, KVState], self._apply("hidden", tokens, state, block, phase))
 
     def stream(self, tokens: Array, state: KVState | None, block: Block, phase: Phase) -> tuple[Array, KVState]:
-        """Does what `hidden` does, without what follows the last layer: [B, n, hidden] and the state."""
+        """Returns the output of the last layer before the final norm, [B, n, hidden], and the state; see `hidden`."""
         return cast(tuple[Array, KVState], self._apply("stream", tokens, state, block, phase))
 
     def step(

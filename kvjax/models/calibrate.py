@@ -1,4 +1,4 @@
-"""Calibration: what a storage's vectors share, and the parameters of policies, from one pass over a text."""
+"""Calibration: computes the shared parts of storages and the parameters of policies from one pass over a text."""
 
 import collections
 import dataclasses
@@ -41,11 +41,11 @@ DIGITS = 16  # of a fingerprint
 
 
 class Needs(NamedTuple):
-    """Holds the storages and the parameters that a calibration is for.
+    """The storages and parameters that need a calibration.
 
     Attributes:
-      storages: of each layer.
-      parameters: of the policies.
+      storages: the storage of each layer.
+      parameters: the parameters of the policies.
     """
 
     storages: tuple[Storage, ...]
@@ -120,19 +120,19 @@ def calibrated(model: Model, what: Storage | Policy | CacheSpec, calibration: Ca
 
     Raises:
       StorageError: a storage that needs a calibration and has none, or one that is for another storage or model.
-      PolicyError: likewise, of a policy.
+      PolicyError: the same, for a policy.
     """
     return with_calibration(model, needs_of(what, model.config.num_layers), calibration)
 
 
 def needs_of(what: Storage | Policy | CacheSpec, num_layers: int) -> Needs:
-    """Returns what a storage, a policy or a `CacheSpec` needs a calibration for."""
+    """Returns the parts of a storage, a policy or a `CacheSpec` that need a calibration."""
     storage = _storage(what)
     return Needs(tuple(storage.of_layer(index, num_layers) for index in range(num_layers)), _parameters(what))
 
 
 def model_sizes(config: DecoderConfig) -> ModelSizes:
-    """Returns the sizes that shapes of policies' parameters depend on."""
+    """Returns the sizes that determine the shapes of policies' parameters."""
     queries = config.num_heads // config.num_kv_heads
     rotary = None if config.rope is None else config.rope.dim
     return ModelSizes(config.num_kv_heads, queries, config.head_dim, config.hidden_size, rotary)
@@ -154,7 +154,7 @@ def _prepared(
     """Returns one layer's parameters.
 
     Raises:
-      PolicyError: `prepare` returned other shapes than `parts`, or numbers that are not finite.
+      PolicyError: `prepare` returned shapes that differ from `parts`, or numbers that are not finite.
     """
     made = {name: np.asarray(x, np.float32) for name, x in own.prepare(samples, sizes).items()}
     found, needed = {name: x.shape for name, x in made.items()}, {name: shape for name, (shape, _) in shapes.items()}
@@ -166,7 +166,7 @@ def _prepared(
 
 
 def with_calibration(model: Model, needs: Needs, calibration: Calibration | None) -> Model:
-    """Returns what `calibrated` does, for the storage of each layer and the parameters of policies."""
+    """Returns the model with a calibration, as `calibrated`, for given storages and parameters."""
     config, storages = model.config, needs.storages
     if calibration is None:
         if not needs.any:
@@ -202,11 +202,11 @@ def with_calibration(model: Model, needs: Needs, calibration: Calibration | None
 
 
 def _check(calibration: Calibration, model: Model, needs: Needs) -> None:
-    """Checks that a calibration fits a model and what needs it.
+    """Checks that a calibration fits a model, its storages and its policies.
 
     Raises:
       StorageError: see `Calibration.check`.
-      PolicyError: it has no parameters of one of the policies, or of other shapes or another kind.
+      PolicyError: the parameters of a policy are missing, or have other shapes or another kind.
     """
     config = model.config
     if any(map(required, needs.storages)) or not needs.parameters:
@@ -257,7 +257,7 @@ def fingerprint(model: Model) -> str | None:
 def _samples(
     model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Storage
 ) -> Iterator[tuple[Samples, TextSamples]]:
-    """Yields the samples of each layer; of one layer at a time there are keys and values."""
+    """Yields the samples of each layer; the keys and values of one layer exist at a time."""
     config, dtype = model.config, model.dtype
     ids, lengths = model.place((tokens, lengths.astype(np.int32)))
     block = _block(lengths, width=tokens.shape[1], layers=config.num_layers)

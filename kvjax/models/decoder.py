@@ -355,7 +355,7 @@ class Decoder(nn.Module):
         """Computes the residual stream after the last layer; for the arguments see `__call__`.
 
         Returns:
-          What `leave` takes, [B, n, hidden], and the updated cache.
+          The residual stream, [B, n, hidden], which `leave` takes, and the updated cache.
         """
         config = self.config
         phase = keep_everything(config.num_layers) if phase is None else phase

@@ -1,4 +1,4 @@
-"""Attention of KV heads between all tokens and a window, by a number for each head (DuoAttention, arXiv:2410.10819)."""
+"""Blends attention over all tokens with attention over a window, per KV head (DuoAttention, arXiv:2410.10819)."""
 
 import flax.struct
 import jax
@@ -12,11 +12,11 @@ Array = jax.Array
 
 
 class Gates(flax.struct.PyTreeNode):
-    """How much of a layer's attention is over all tokens, for each KV head.
+    """The share of each KV head's attention that is over all tokens, in one layer.
 
     Attributes:
-      share: [K] float32 in [0, 1]: 1 is attention over all tokens, 0 over the first and the newest, as in a streaming
-        head of `kvjax.policies.duo_attention`.
+      share: [K] float32 in [0, 1]: 1 is attention over all tokens, 0 attention over the first and the newest tokens, as
+        in a streaming head of `kvjax.policies.duo_attention`.
       sinks: the number of first positions that a streaming head sees.
       recent: the number of positions before the query's own that a streaming head sees too.
     """

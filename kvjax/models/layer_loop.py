@@ -113,7 +113,7 @@ def _can_loop(group: Group, dim: int, dtype: jnp.dtype) -> bool:
 def _is_indexed(path: KeyPath, leaf: Array) -> bool:
     """Whether the parameters of all layers are operands of a product with an index; others are stacked."""
     names = [getattr(each, "key", None) for each in path]
-    # Policies and storages name their arrays as they like, and take them as arrays.
+    # Policies and storages choose the names of their arrays, and read them as plain arrays.
     return _setting() != STACKED and names[-1] == "kernel" and not NO_MODULES & {*names} and can_index(leaf)
 
 

@@ -1,4 +1,4 @@
-"""Attention over keys and values in the first of a head's directions, for training these (MatryoshkaKV, 2410.14731)."""
+"""Attention over keys and values in their first directions, to train these (MatryoshkaKV, arXiv:2410.14731)."""
 
 import flax.struct
 import jax
@@ -28,7 +28,7 @@ class Directions(flax.struct.PyTreeNode):
     rank: Array
 
     def shortened(self, x: Array) -> Array:
-        """Returns vectors [B, K, n, D] as the kept directions hold them, float32."""
+        """Returns the projections of vectors [B, K, n, D] on the kept directions, float32."""
         mean = 0.0 if self.mean is None else self.mean[:, None]
         # [B, K, n, D]
         held = jnp.einsum("bknd,kdr->bknr", x.astype(jnp.float32) - mean, self.basis, precision=HIGHEST)
@@ -37,13 +37,13 @@ class Directions(flax.struct.PyTreeNode):
 
 
 class Nested(flax.struct.PyTreeNode):
-    """The directions of a layer. A query reads its own token exactly, and older ones in the directions that are kept.
+    """The directions of a layer; a query reads its own token exactly, and older tokens in the kept directions.
 
-    This is what a cache with ``kvjax.storage.low_rank`` of these ranks computes token by token.
+    A cache with ``kvjax.storage.low_rank`` of these ranks computes the same, token by token.
 
     Attributes:
-      key: of rotated keys.
-      value: of values.
+      key: the directions of rotated keys.
+      value: the directions of values.
     """
 
     key: Directions
@@ -53,7 +53,7 @@ class Nested(flax.struct.PyTreeNode):
         """Returns the output of attention over shortened keys and values, [B, H, n, D].
 
         Args:
-          output: [B, H, n, D], of attention over exact ones, which is not used.
+          output: [B, H, n, D], the output of exact attention; not used.
           query: [B, H, n, D], not rotated.
           key: [B, K, n, D], not rotated.
           value: [B, K, n, D].

@@ -1,4 +1,4 @@
-"""The norms of what values add to the residual stream, from the weights of the output projection."""
+"""Gram matrices of the output projection, for the norms of projected values."""
 
 import functools
 

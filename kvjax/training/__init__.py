@@ -1,12 +1,13 @@
-"""Training of learned retention: the budget of all queries at once, attention whose gradient reaches gates, objectives.
+"""Trains the gates of learned retention (`kvjax.policies.learned`) on whole texts.
 
-`Retention` says which slots stay, `visible` which of them each query of a text sees, and `gated_weights` returns
-weights of attention whose gradient reaches the scores of tokens. `GatedAttention` puts them into a model.
+`Retention` is the number of slots and the protected positions, and `visible` computes the slots that each query of a
+text sees. `gated_weights` returns attention weights whose gradients reach the scores of tokens, and `GatedAttention`
+uses them in a model.
 
-Objectives are losses of the parameters of a `Setup`: `NextToken`, `Distillation` (TRIM-KV), `ReplayedScore` (KVzap and
+Objectives are losses of the gates of a `Setup`: `NextToken`, `Distillation` (TRIM-KV), `ReplayedScore` (KVzap and
 Fast KVzip; `Replayer` computes its targets) and `AnswerAttention` (Locret). `calibration_of` makes a calibration of
-trained parameters, which `kvjax.policies.learned` takes. `train_gate` trains a gate on tokens, and ``python -m
-experiments.train_gate`` on files of texts.
+trained gates, which `kvjax.policies.learned` takes. `train_gate` trains a gate on tokens, and ``python -m
+experiments.train_gate`` on text files.
 """
 
 from kvjax.training.gated_attention import GatedAttention

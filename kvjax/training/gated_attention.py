@@ -20,11 +20,11 @@ DECAY = "decay"
 
 
 class GatedAttention(flax.struct.PyTreeNode):
-    """A gate of a layer, and the weights of attention that it makes.
+    """The attention of a layer with the weights that its gate determines.
 
     Attributes:
       params: the layer's parameters of the gate, [K or 1, ...] each; see `kvjax.policies.Gate`.
-      temperature: [] float32, of soft gates; see `kvjax.training.soft_gates`.
+      temperature: [] float32, the temperature of soft gates; see `kvjax.training.soft_gates`.
       gate: scores the tokens.
       retention: the slots that stay.
       relax: ``st`` or ``soft``, see `kvjax.training.gated_weights`; ``decay``: see `kvjax.training.decayed_weights`.
@@ -40,7 +40,7 @@ class GatedAttention(flax.struct.PyTreeNode):
         """Returns the output of attention with these weights, [B, H, n, D].
 
         Args:
-          output: [B, H, n, D], of attention over all tokens, which is not used.
+          output: [B, H, n, D], the output of attention over all tokens; not used.
           query: [B, H, n, D], not rotated.
           key: [B, K, n, D], not rotated.
           value: [B, K, n, D].

@@ -1,4 +1,4 @@
-"""Objectives that gates are trained by, on whole texts; the model is not trained."""
+"""Objectives: losses of gates on whole texts; the model is not trained."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,19 +26,19 @@ from kvjax.training.retention import RELAXATIONS, SMALLEST, Retention, ages
 
 Array = jax.Array
 Gates = Sequence[Parts]  # the parameters of each layer's gate
-FLOOR = 1e-9  # the smallest attention whose logarithm is learned
-SMOOTH = 0.0025  # weight of the squared difference of scores of neighbours (Locret)
+FLOOR = 1e-9  # smaller attention is raised to this before the logarithm
+SMOOTH = 0.0025  # weight of the squared difference between neighbours' scores (Locret)
 FORMS = ("log", "cross_entropy")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The model, the gate and the budget of a training.
+    """The model, the gate and the budget that an objective is computed for.
 
     Attributes:
       config: the decoder.
       gate: scores the tokens.
-      retention: of each layer.
+      retention: the slots that stay, for each layer.
     """
 
     config: DecoderConfig
@@ -50,7 +50,7 @@ class Setup:
 
         Args:
           key: [] key of random numbers.
-          bias: added to the last bias of a gate, so that all tokens begin with a higher score.
+          bias: added to the last bias of a gate, which raises the first scores of all tokens.
         """
         layers = []
         for each in jax.random.split(key, self.config.num_layers):
@@ -59,7 +59,7 @@ class Setup:
         return layers
 
     def attention(self, gates: Gates, temperature: Array, relax: str) -> list[GatedAttention]:
-        """Returns what replaces the attention of each layer.
+        """Returns the gated attention of each layer.
 
         Args:
           gates: of each layer, [K or 1, ...] each.
@@ -76,7 +76,7 @@ def calibration_of(model: Model, gate: Gate, gates: Gates) -> Calibration:
     """Returns trained parameters as a calibration, for ``learned(..., gate=gate)``.
 
     Args:
-      model: that they were trained for.
+      model: the model that the gates were trained for.
       gate: scores the tokens.
       gates: of each layer, [K or 1, ...] each.
     """
@@ -90,21 +90,21 @@ class Objective:
     """A loss of gates. Write a frozen dataclass that inherits from this class.
 
     Attributes:
-      age: whether scores are the logarithm of what a token keeps in each step; see `kvjax.policies.learned`.
-      bias: of the first scores; see `Setup.initial`.
+      age: whether scores are multiplied by the age of the token; see `kvjax.policies.learned`.
+      bias: the bias of the first scores; see `Setup.initial`.
     """
 
     age: bool = False
     bias: float = 0.0
 
     def check(self, gate: Gate) -> None:
-        """Raises PolicyError for a gate whose scores are not what the objective needs."""
+        """Raises PolicyError if the objective cannot use the scores of a gate."""
 
     def loss(self, setup: Setup, params: Params, gates: Gates, tokens: Array, temperature: Array) -> Array:
         """Returns the loss, [] float32.
 
         Args:
-          setup: what the gates are trained for.
+          setup: the model, the gate and the budget.
           params: of the model, which are constants.
           gates: of each layer, [K or 1, ...] each.
           tokens: [B, T] int32, texts without padding.
@@ -136,10 +136,10 @@ class NextToken(Objective):
 class Distillation(Objective):
     """KL divergence from the full model to one whose attention decays with age (TRIM-KV, arXiv:2512.03324).
 
-    Added is `capacity` times the mean over queries, heads and layers of max(0, Σ_{j ≤ t} β_j^{t-j} - M), M = slots.
+    The penalty `capacity` · max(0, Σ_{j ≤ t} β_j^{t-j} - slots), averaged over queries, heads and layers, is added.
 
     Attributes:
-      capacity: the weight of what is held beyond the budget.
+      capacity: the weight of this penalty.
     """
 
     capacity: float = 1.0
@@ -168,12 +168,12 @@ class Distillation(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class ReplayedScore(Objective):
-    """Scores of a replay of the text by KVzip (KVzap, arXiv:2601.07891; Fast KVzip, arXiv:2601.17668).
+    """The error of a gate's scores relative to KVzip's (KVzap, arXiv:2601.07891; Fast KVzip, arXiv:2601.17668).
 
     Attributes:
-      replayer: runs the replay.
-      form: ``log``: the squared error to log z, z = the score of the replay (KVzap, whose replay has the norms of
-        outputs); ``cross_entropy`` of a score in [0, 1] to z (Fast KVzip).
+      replayer: computes the scores z by a replay of the text.
+      form: ``log``: the squared error to log z (KVzap, whose z includes the norms of outputs); ``cross_entropy``: the
+        cross-entropy of a score in [0, 1] to z (Fast KVzip).
     """
 
     replayer: Replayer
@@ -202,13 +202,14 @@ class ReplayedScore(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class AnswerAttention(Objective):
-    """The largest attention that an answer pays to a token of the prompt (Locret, arXiv:2410.01805, section 3.3).
+    """The error of a gate's scores relative to the attention of an answer (Locret, arXiv:2410.01805, section 3.3).
 
-    Smooth-L1 of the score to the largest probability over the queries of the answer and the query heads of a KV head,
-    plus 0.0025 times the mean squared difference of the scores of neighbours.
+    The loss is the smooth L1 distance of a prompt token's score to the largest attention probability over the queries
+    of the answer and the query heads of a KV head, plus 0.0025 times the mean squared difference between neighbours'
+    scores.
 
     Attributes:
-      prompt: the number of tokens of a text that are its prompt; the others are the answer.
+      prompt: the number of tokens of a text that form its prompt; the others are the answer.
     """
 
     prompt: int

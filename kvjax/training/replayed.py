@@ -1,4 +1,4 @@
-"""Scores of a replay of texts, as targets of gates (KVzip, arXiv:2505.23416)."""
+"""Computes the scores of a replay of texts, as targets for gates (KVzip, arXiv:2505.23416)."""
 
 import dataclasses
 from typing import cast
@@ -28,11 +28,11 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Replayer:
-    """Runs texts once more after their end, and returns what a policy with a replay ranks their tokens by.
+    """Replays texts, and returns the scores by which a policy with a replay ranks their tokens.
 
     Attributes:
       config: the decoder.
-      layout: of the cache of the whole text.
+      layout: the layout of a cache that holds the whole text.
     """
 
     config: DecoderConfig
@@ -40,7 +40,7 @@ class Replayer:
 
     @classmethod
     def of(cls, model: Model, policy: Evict, rows: int, width: int) -> "Replayer":
-        """Returns the replayer of texts of one shape.
+        """Returns the replayer for texts of one shape.
 
         Args:
           model: from `kvjax.load`.

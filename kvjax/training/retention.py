@@ -1,7 +1,7 @@
-"""The budget of learned retention for all queries of a text at once, and attention that passes gradients to scores.
+"""The slots that learned retention keeps for all queries of a text, and attention whose gradients reach scores.
 
-A token's score never changes, so the slots that are live at a step are a running list of the best. Ranks alone say
-which, and training needs no scan over tokens.
+The score of a token does not change, so the live slots of a step are those of the best ranks so far. Training therefore
+needs no scan over tokens.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ class Retention:
       slots: b, slots per KV head.
       recent: the number of newest positions that are protected.
       sinks: the number of first positions that are protected.
-      threshold: scores below it are evicted, also where there is room for them; None = none are.
+      threshold: slots of lower scores are evicted even if the head is within its budget; None = no threshold.
       every: the number of slots that are evicted at once.
 
     Raises:
-      PolicyError: an attribute that is not valid, more protected positions than slots, or a threshold and `every` > 1.
+      PolicyError: an attribute that is not valid, more protected positions than slots, or a threshold with `every` > 1.
     """
 
     slots: int
@@ -76,11 +76,11 @@ class Retention:
 
 
 class _Ranks(NamedTuple):
-    """The places of slots in the list of each query.
+    """The ranks of slots for each query.
 
     Attributes:
-      competes: [n, n] bool, query × slot: the slot was there at the last eviction, and not protected.
-      rank: [..., n, n] int32, the number of slots that compete and are better; of equal ones, later tokens are.
+      competes: [n, n] bool, query × slot: whether the slot existed at the last eviction and was not protected.
+      rank: [..., n, n] int32, the number of competing slots that are better; of equal scores, later tokens are better.
       room: [n] int, the number of slots that compete and stay.
       number: [n] int, the number of slots that compete.
     """
@@ -92,12 +92,12 @@ class _Ranks(NamedTuple):
 
 
 def visible(score: Array, retention: Retention) -> Array:
-    """Returns the slots that each query sees under eviction token by token, [..., n, n] bool, query × slot.
+    """Returns the slots that each query sees when eviction runs token by token, [..., n, n] bool, query × slot.
 
-    Query t sees its own token, and what is left of the tokens before it.
+    Query t sees its own token, and the tokens before it that have not been evicted.
 
     Args:
-      score: [..., n] of the tokens of a text.
+      score: [..., n], the scores of the tokens of a text.
       retention: the slots that stay.
     """
     n = score.shape[-1]
@@ -112,14 +112,14 @@ def visible(score: Array, retention: Retention) -> Array:
 def soft_gates(score: Array, retention: Retention, *, temperature: float | Array) -> Array:
     """Returns a relaxation of `visible`, [..., n, n] float32: σ((score - θ) / temperature).
 
-    θ of a query is the midpoint of the lowest score that stays and the highest one that goes, which is a constant to
-    the gradient; the largest score + 1 where nothing that is not protected stays; at least the threshold. A gate is 1
-    for slots that are protected, and where nothing goes; and 0 for later tokens.
+    For each query, θ is the midpoint between the lowest kept and the highest evicted score, a constant to the gradient.
+    If no unprotected slot is kept, θ is the largest score + 1. θ is never below the threshold. A gate is 1 for
+    protected slots and where nothing is evicted, and 0 for later tokens.
 
     Args:
       score: [..., n] float32.
       retention: the slots that stay.
-      temperature: above 0; a number or [] float32.
+      temperature: greater than 0; a number or [] float32.
     """
     gates = jnp.exp(_log_gates(score, retention, temperature))
     return jnp.where(np.tri(score.shape[-1], dtype=bool), gates, 0.0)
@@ -133,18 +133,18 @@ def gated_weights(
     temperature: float | Array,
     relax: str = "st",
 ) -> Array:
-    """Returns weights of attention through which gradients reach the scores, [..., n, n] float32.
+    """Returns attention weights whose gradients reach the scores, [..., n, n] float32.
 
     Args:
       logits: [..., n, n] float32, query × slot.
       score: [..., n] float32, whose leading axes are broadcast against those of `logits`.
       retention: the slots that stay.
-      temperature: of the gates; see `soft_gates`.
-      relax: ``st``, straight through: the weights are those of attention over `visible` slots, and the backward pass
-        takes these slots' gates for soft; ``soft``: soft gates multiply the weights in both passes.
+      temperature: the temperature of the gates; see `soft_gates`.
+      relax: ``st`` (straight through): the weights are those of attention over `visible` slots, and the backward pass
+        is that of soft gates; ``soft``: soft gates multiply the weights in both passes.
 
     Raises:
-      PolicyError: a relaxation that is not known.
+      PolicyError: an unknown `relax`.
     """
     choice_argument("relax", relax, RELAXATIONS)
     seen = np.tri(score.shape[-1], dtype=bool)
@@ -153,7 +153,7 @@ def gated_weights(
         return jax.nn.softmax(jnp.where(seen, logits + log_gates, SMALLEST), axis=-1)
     soft, hard = jnp.exp(log_gates), visible(score, retention)
     gates = hard.astype(jnp.float32) + jnp.where(seen, soft - jax.lax.stop_gradient(soft), 0.0)
-    # Evicted slots carry the gradient, so their exponentials must be finite too; but some visible one must not be 0.
+    # Evicted slots carry gradients, so their exponentials must be finite, and that of a visible slot must not be 0.
     most, own = (jnp.max(jnp.where(mask, logits, -jnp.inf), axis=-1, keepdims=True) for mask in (seen, hard))
     largest = jax.lax.stop_gradient(jnp.minimum(most, own + FARTHEST))
     # [..., n, n]
@@ -162,9 +162,10 @@ def gated_weights(
 
 
 def decayed_weights(logits: Array, score: Array) -> Array:
-    """Returns weights of attention that decay with a token's age (TRIM-KV, arXiv:2512.03324), [..., n, n] float32.
+    """Returns attention weights that decay with a token's age (TRIM-KV, arXiv:2512.03324), [..., n, n] float32.
 
-    The softmax of logit + age · score, score = log β, age = the query's position less the token's.
+    The weights are the softmax of logit + age · score. The score is log β, and the age is the query's position less the
+    token's.
 
     Args:
       logits: [..., n, n] float32, query × slot.
@@ -219,6 +220,6 @@ def _log_gates(score: Array, retention: Retention, temperature: float | Array) -
     gated = ranks.competes & full
     if retention.threshold is not None:
         border, gated = jnp.maximum(border, retention.threshold), ranks.competes
-    # A slot that is not gated has no gradient, also where there is no border.
+    # Slots that are not gated have no gradient; where the border is infinite, it must not enter the difference.
     margin = score[..., None, :] - jnp.where(gated, border, 0.0)
     return jnp.where(gated, jax.nn.log_sigmoid(margin / temperature), 0.0)

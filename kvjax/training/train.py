@@ -1,4 +1,4 @@
-"""Trains a gate on texts that are in memory; ``python -m experiments.train_gate`` does so from files, and resumes."""
+"""Trains a gate on tokens in memory; ``python -m experiments.train_gate`` reads files and resumes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -54,19 +54,19 @@ def train_gate(
 ) -> TrainedGate:
     """Trains the gate of the policy `learned`; the model is not trained.
 
-    The optimizer is AdamW (optax), whose rate falls as a cosine, after clipping by a global norm of 1.
+    The optimizer is AdamW (optax) with a cosine schedule, after clipping to a global norm of 1.
 
     Args:
       model: from `kvjax.load`.
       gate: scores the tokens.
       tokens: [B, T] int, texts without padding.
-      retention: the slots that stay, of all layers or of each.
+      retention: the slots that stay, for all layers or one per layer.
       objective: the loss; None = `NextToken`.
       steps: the number of steps.
-      rows: the texts of the batch of each step; steps go through all texts in turn.
+      rows: the number of texts of each step's batch; steps go through all texts in turn.
       rate: the learning rate of the first step.
-      temperature: of soft gates, see `soft_gates`.
-      seed: of the first parameters.
+      temperature: the temperature of soft gates; see `soft_gates`.
+      seed: the random seed of the initial parameters.
 
     Raises:
       InputError: tokens that do not fit the model.
