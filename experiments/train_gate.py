@@ -2,9 +2,10 @@
 
     python -m experiments.train_gate --config=train_gate_tiny --config.texts=FILE,FOLDER,... [--config.FIELD=VALUE ...]
 
-The model is not trained. A step runs windows of texts whole: which slots each query sees under the budget follows from
-the scores alone (kvjax.training). --config.objective=next_token trains on the loss under the budget, straight through
-the evictions; replay (KVzap), replay_share (Fast KVzip), distill (TRIM-KV) and answer (Locret) are those of the papers.
+The model is not trained. A step runs whole windows of texts, because the scores alone determine the slots that each
+query sees under the budget (kvjax.training). --config.objective=next_token trains on the loss under the budget, with
+gradients straight through the evictions. The other objectives are those of papers: replay (KVzap), replay_share (Fast
+KVzip), distill (TRIM-KV) and answer (Locret).
 
 Writes one folder: config.json, metrics.jsonl (loss by step, and the held-out loss of the policy), checkpoints/ (Orbax),
 gate.safetensors (a calibration: calibration= of the library, --config.model.calibration=FILE of commands), results.json
@@ -22,7 +23,7 @@ from experiments.tuning.gate_config import TrainGateConfig
 def main(argv: Sequence[str]) -> int:
     config, values = cli.parse(argv, about=str(__doc__), define=writers.define, cls=TrainGateConfig)
     names = writers.selected(values)
-    # It imports jax, which `--help` does without.
+    # This module imports jax, which `--help` does not need.
     from experiments.programs.train_gate import train_gate
 
     command = shlex.join(["python", "-m", "experiments.train_gate", *argv[1:]])

@@ -2,8 +2,8 @@
 
     python -m experiments.tune --config=tune_tiny --config.texts=FILE,FOLDER,... [--config.FIELD=VALUE ...]
 
-The loss is that of texts whose tokens attend to what the cache keeps, as it is stored; slots that are evicted or not
-read are constants to its gradient. Trained are updates of low rank (--config.method=lora) or all parameters (full).
+The loss is that of texts whose tokens attend to the slots that the cache keeps, as they are stored. Gradients treat the
+choice of slots as a constant. --config.method=lora trains low-rank updates, full trains all parameters.
 --config.train_under=full is the control: ordinary fine-tuning, evaluated under the same caches.
 
 Writes one folder: config.json, metrics.jsonl (loss by step), checkpoints/ (Orbax), model/ (a Hugging Face folder that
@@ -22,7 +22,7 @@ from experiments.tuning.config import TuneConfig
 def main(argv: Sequence[str]) -> int:
     config, values = cli.parse(argv, about=str(__doc__), define=writers.define, cls=TuneConfig)
     names = writers.selected(values)
-    # It imports jax, which `--help` does without.
+    # This module imports jax, which `--help` does not need.
     from experiments.programs.tune import start
 
     return start(config, names, argv)

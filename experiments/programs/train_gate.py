@@ -40,13 +40,13 @@ CHUNK = 256  # tokens of a chunk of a replay
 def train_gate(
     config: TrainGateConfig, *, command: str = "", progress: bool | None = None, writers: Sequence[str] = ()
 ) -> Path:
-    """Trains, or goes on training, saves the gate, and writes the report.
+    """Trains a gate, or continues a run; saves the gate and writes the report.
 
     Args:
       config: the settings.
-      command: that is logged.
+      command: the command line, for the log.
       progress: whether a bar is shown; None = on a terminal.
-      writers: that get what metrics.jsonl gets, see `experiments.writers`.
+      writers: names of further writers of metrics; see `experiments.writers`.
 
     Returns:
       The folder of the run; the gate is in its file ``gate.safetensors``.
@@ -63,7 +63,7 @@ def train_gate(
     try:
         return _train_gate(config, command, progress, writers)
     except KvjaxError:
-        # Before the first step there is nothing to go on from.
+        # Without a checkpoint there is nothing to continue from.
         if made and distributed.is_first() and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -144,7 +144,7 @@ def gate_of(config: TrainGateConfig) -> Gate:
     """Returns the gate of a config, with the output that its objective needs."""
     output, kind = config.gate.output, config.gate.kind
     if output == "auto":
-        # A sink gate is a share by itself.
+        # A sink gate returns a share without an output function.
         share = kind == gate_config.SINK and config.objective == gate_config.SHARE
         output = "none" if share else gate_config.OUTPUTS.get(config.objective, "none")
     width = {} if config.gate.width is None else {"width": config.gate.width}
@@ -161,7 +161,7 @@ def policy_of(config: TrainGateConfig, gate: Gate) -> policies.Evict:
 
 
 def _retentions(config: TrainGateConfig, policy: policies.Evict, layers: int) -> tuple[training.Retention, ...]:
-    """Returns the slots that stay of a window, for each layer."""
+    """Returns the slots of a window that each layer keeps."""
     assert policy.budget is not None
     keep, slots = config.keep, policy.budget.slots(config.windows.prompt_length, layers)
     threshold = gate_config.threshold(config)
@@ -209,7 +209,7 @@ def make_step(
 def _nats(
     model: Model, policy: Policy, tokens: np.ndarray, config: TrainGateConfig, calibration: kvjax.Calibration | None
 ) -> list[float]:
-    """Returns the mean negative log-likelihood per token of what follows each prompt, in nats."""
+    """Returns the mean negative log-likelihood per token after each prompt, in nats."""
     prompt = config.windows.prompt_length
     exact = "highest" if model.dtype == jnp.float32 else None
     with jax.default_matmul_precision(exact):

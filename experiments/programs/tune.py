@@ -41,13 +41,13 @@ from kvjax.selection import everything
 from kvjax.typing import JsonObject, PyTree
 
 Array = jax.Array
-State = dict[str, PyTree]  # "trained": see `parameters.initial`; "optimizer": optax's state
+State = dict[str, PyTree]  # "trained": see `parameters.initial`; "optimizer": the state of optax
 Step = Callable[[State, PyTree, Array], tuple[State, dict[str, Array]]]
 BEFORE, INPUTS = "before.json", "inputs.json"
 
 
 def start(config: TuneConfig, names: Sequence[str], argv: Sequence[str]) -> int:
-    """Tunes what a command line asks for.
+    """Runs the command `tune`.
 
     Args:
       config: the settings.
@@ -63,13 +63,13 @@ def start(config: TuneConfig, names: Sequence[str], argv: Sequence[str]) -> int:
 
 
 def tune(config: TuneConfig, *, command: str = "", progress: bool | None = None, writers: Sequence[str] = ()) -> Path:
-    """Trains, or goes on training, exports the model, and writes the report.
+    """Trains a model through a cache, or continues a run; exports the model and writes the report.
 
     Args:
       config: the settings.
-      command: that is logged.
+      command: the command line, for the log.
       progress: whether a bar is shown; None = on a terminal.
-      writers: that get what metrics.jsonl gets, see `experiments.writers`.
+      writers: names of further writers of metrics; see `experiments.writers`.
 
     Returns:
       The folder of the run; the model is in its folder ``model``.
@@ -86,7 +86,7 @@ def tune(config: TuneConfig, *, command: str = "", progress: bool | None = None,
     try:
         return _tune(config, command, progress, writers)
     except KvjaxError:
-        # Before the first step there is nothing to go on from.
+        # Without a checkpoint there is nothing to continue from.
         if made and distributed.is_first() and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -210,17 +210,17 @@ def run_steps(
     outputs: tuple[ocp.CheckpointManager, Log, bool | None],
     evaluate: Callable[[int, State], None] | None = None,
 ) -> State:
-    """Runs the steps from `start` on, with log lines and checkpoints.
+    """Runs the steps after `start`, and writes log lines and checkpoints.
 
     Args:
       config: the settings.
-      step_of: runs a step.
-      state: after `start` steps.
-      model: with the calibration that a step needs.
-      texts: of the windows.
-      start: the number of steps that are done.
-      outputs: where states and lines are written, and whether a bar is shown.
-      evaluate: gets the number of steps and the state after every ``evaluate_every`` of them.
+      step_of: runs one step.
+      state: the state after `start` steps.
+      model: the model, with the calibration that a step needs.
+      texts: the source of the windows.
+      start: the number of finished steps.
+      outputs: the checkpoints, the log, and whether a bar is shown.
+      evaluate: called with the number of steps and the state after every ``evaluate_every`` steps.
     """
     manager, log, progress = outputs
     size = config.windows.prompt_length + config.windows.new_tokens
@@ -281,7 +281,7 @@ def _losses(path: Path) -> dict[int, float]:
 
 
 def _check_reads_cache(config: TuneConfig, spec: CacheSpec, least_slots: int | None) -> None:
-    """Refuses a cache under which training would be that of the full cache.
+    """Refuses a cache under which training is the same as under the full cache.
 
     Raises:
       ConfigError: what was given, and what would be valid.
@@ -297,12 +297,12 @@ def _check_reads_cache(config: TuneConfig, spec: CacheSpec, least_slots: int | N
     if config.windows.new_tokens < 2 and evicting_in_prompt(spec.policy) is None:
         raise ConfigError(
             f"{spec.name} evicts when the prompt has ended, and windows.new_tokens={config.windows.new_tokens}: no "
-            "token reads what is left; give at least 2 new tokens."
+            "token attends to the slots that are left; give at least 2 new tokens."
         )
 
 
 def _check_gradient(step_of: Any, arguments: tuple[Any, ...], spec: CacheSpec) -> None:
-    """Refuses a cache whose score has no gradient, such as one with a user's own callback, before anything runs.
+    """Refuses, before anything runs, a cache whose score has no gradient, such as one with a callback.
 
     Raises:
       ConfigError: the cache, and JAX's reason.
@@ -320,7 +320,7 @@ def _check_gradient(step_of: Any, arguments: tuple[Any, ...], spec: CacheSpec) -
 
 
 def check_same_past(config: TuneConfig | TrainGateConfig, folder: Path, step: int, inputs: JsonObject) -> None:
-    """A run goes on only with the settings, texts and weights that it began with.
+    """Checks that a continued run has the settings, texts and weights that it began with.
 
     Raises:
       ConfigError: what differs.

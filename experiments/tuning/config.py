@@ -14,7 +14,7 @@ from kvjax.typing import JsonObject
 
 FULL, LORA = "full", "lora"  # methods
 SPEC = "spec"  # the config's own cache
-#: Fields that a run may have other values of when it is continued.
+#: Fields that may change when a run is continued.
 FREE = ("name", "output", "log_every", "checkpoint_every", "evaluate_every")
 
 
@@ -23,7 +23,7 @@ class TunedModel:
     """Attributes:
     path: a checkpoint folder, a GGUF file, a Hugging Face hub id or kvjax-tiny.
     dtype: the dtype of the weights and the cache, and of the exported model; none = float32 on a CPU, bfloat16
-      elsewhere. What is trained, and the state of the optimizer, are float32.
+      elsewhere. Trained parameters and the state of the optimizer are float32.
     """
 
     path: Text = "kvjax-tiny"
@@ -46,10 +46,10 @@ class LoraConfig:
 @dataclasses.dataclass
 class WindowConfig:
     """Attributes:
-    prompt_length: the number of tokens of a window that are its prompt; budgets that are fractions are of these.
+    prompt_length: the number of tokens of a window that are its prompt; fractional budgets refer to it.
     new_tokens: the number of tokens of a training window after its prompt, which are fed one at a time.
     prefill_block: the number of tokens of a block of the prompt, in training and in evaluation: a policy evicts after
-      each block, and the next block attends to what is left. none = the whole prompt in one block.
+      each block, and the next block attends to the slots that are left. none = the whole prompt in one block.
     """
 
     prompt_length: Count = 512
@@ -91,20 +91,20 @@ class TuneConfig:
     policy: which slots the cache keeps.
     storage: how slots are held, such as int4(residual=32) or FILE.py:factory.
     selection: which of these slots a query reads, such as quest(page=16, budget=512) or FILE.py:factory.
-    train_under: the cache under which the model is trained, spec or full; full is the control, ordinary fine-tuning
-      that is evaluated as the other.
+    train_under: the cache under which the model is trained: spec, the config's own, or full, the control (ordinary
+      fine-tuning, evaluated in the same way).
     texts: text files, folders of text files or glob patterns.
     held_out: the file names of texts that are used for evaluation only; none = the last tenth of each text.
     windows: the windows of the texts.
     evaluation: how the gap to the full cache is measured, before and after.
-    method: lora, which trains updates of low rank of some projections, or full, which trains all parameters.
-    lora: the updates of low rank.
+    method: lora, which trains low-rank updates of some projections, or full, which trains all parameters.
+    lora: the low-rank updates.
     optimizer: AdamW with a schedule.
     rows: the number of windows of a step.
     steps: the number of steps of the run.
     checkpoint_every: the number of steps between checkpoints.
     log_every: the number of steps between log lines.
-    seed: the random seed of windows and of the first updates of low rank.
+    seed: the random seed of windows and of the initial low-rank updates.
     output: the folder of the run; a run that already exists there continues from its last checkpoint.
     """
 
@@ -144,7 +144,7 @@ def check(config: TuneConfig) -> None:
     if config.optimizer.warmup_steps >= config.steps:
         raise ConfigError(f"optimizer.warmup_steps={config.optimizer.warmup_steps} must be below steps={config.steps}.")
     if not config.optimizer.clip:
-        raise ConfigError("optimizer.clip=0.0 leaves nothing of a gradient; give a number above 0, such as 1.0.")
+        raise ConfigError("optimizer.clip=0.0 sets every gradient to 0; give a number above 0, such as 1.0.")
     if config.method == LORA and not config.lora.projections:
         raise ConfigError("lora.projections is empty; give some of query, key, value, out, gate, up and down.")
     block, prompt = config.windows.prefill_block, config.windows.prompt_length
@@ -153,13 +153,13 @@ def check(config: TuneConfig) -> None:
     if (block is None or block >= prompt) and config.windows.new_tokens < 2:
         raise ConfigError(
             f"windows.prefill_block={'none' if block is None else block} reads a prompt of {prompt} tokens in one "
-            f"block, and windows.new_tokens={config.windows.new_tokens}: nothing is read from the cache, so that there "
-            "is nothing to learn about it; give a smaller block, or at least 2 new tokens."
+            f"block, and windows.new_tokens={config.windows.new_tokens}: no token reads the cache, so that training "
+            "would not depend on it; give a smaller block, or at least 2 new tokens."
         )
 
 
 def experiment(config: TuneConfig, mesh: str = "") -> ExperimentConfig:
-    """Returns the experiment that runs the model under the cache, with windows as they are evaluated."""
+    """Returns the experiment that runs the model under the cache on windows of the size of the evaluation."""
     return ExperimentConfig(
         name=config.name,
         model=ModelConfig(path=config.model.path, dtype=config.model.dtype),
@@ -179,5 +179,5 @@ def experiment(config: TuneConfig, mesh: str = "") -> ExperimentConfig:
 
 
 def past(config: fields.Config) -> JsonObject:
-    """Returns the settings that every result of a run depends on."""
+    """Returns the settings that determine the results of a run."""
     return {name: value for name, value in fields.to_dict(config).items() if name not in FREE}

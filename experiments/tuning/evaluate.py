@@ -23,7 +23,8 @@ def measured(model: Model, spec: CacheSpec, tokens: np.ndarray, config: TuneConf
     """Measures the full cache, then a spec, on held-out windows.
 
     Args:
-      model: before or after training, without a calibration; if a storage needs one, it is made from a generated story.
+      model: the model before or after training, without a calibration; if a storage needs one, it is computed from a
+        generated story.
       spec: the cache.
       tokens: [windows, prompt + new tokens] int32.
       config: the sizes of prompts, blocks and continuations.
@@ -47,14 +48,14 @@ def measured(model: Model, spec: CacheSpec, tokens: np.ndarray, config: TuneConf
 
 
 class Gap(NamedTuple):
-    """The loss above the full cache's, in nats per token on the same windows.
+    """The loss under a cache less that under the full cache, in nats per token on the same windows.
 
     Attributes:
       before: the gap before training.
       after: the gap after training, to the full cache with the same weights.
       closed: the difference of the two.
       gained: the loss under the cache before training minus the one after it.
-      gained_full: the same of the full cache.
+      gained_full: the same for the full cache.
     """
 
     before: Comparison
@@ -90,7 +91,7 @@ class Gap(NamedTuple):
 
 
 def gap_of(before: list[Row], after: list[Row]) -> Gap | None:
-    """Returns the gap, from the rows of `measured`; None for fewer windows than an interval needs."""
+    """Returns the gap from the rows of `measured`; None if there are too few windows for an interval."""
     # [windows]: the full cache and the spec before, then both after
     nats = [np.asarray(row["nats_by_row"], np.float64) for row in (*before, *after)]
     if nats[0].size < LEAST:

@@ -36,7 +36,7 @@ class KeepConfig:
     budget: slots per KV head, or a fraction of each prompt, with a decimal point.
     recent: the number of newest positions that are protected.
     sinks: the number of first positions that are protected.
-    threshold: scores below it are evicted, also where there is room; none = none are.
+    threshold: slots of lower scores are evicted even if the head is within its budget; none = no threshold.
     every: the number of slots that are evicted at once.
     """
 
@@ -53,16 +53,16 @@ class TrainGateConfig:
     name: the name of the run.
     model: the model, which is not trained.
     gate: scores the tokens.
-    keep: the slots that stay; of the policy learned.
+    keep: the slots that the policy learned keeps.
     objective: next_token (the loss under the budget), replay (KVzap), replay_share (Fast KVzip), distill (TRIM-KV) or
       answer (Locret).
-    relax: how gradients reach scores of next_token, st (straight through) or soft.
-    temperature: of soft gates at the first step.
-    last_temperature: of soft gates at the last step; it falls geometrically.
-    capacity: the weight of what is held beyond the budget, of distill.
+    relax: how gradients of next_token reach scores, st (straight through) or soft (soft gates).
+    temperature: the temperature of soft gates at the first step.
+    last_temperature: the temperature of soft gates at the last step, reached geometrically.
+    capacity: the weight of distill's penalty on slots beyond the budget.
     texts: text files, folders of text files or glob patterns.
     held_out: the file names of texts that are used for evaluation only; none = the last tenth of each text.
-    windows: the windows of the texts; new_tokens of a training window are the answer of the objective answer.
+    windows: the windows of the texts; the objective answer takes the new_tokens of a training window as the answer.
     evaluation: how the loss under a budget is measured.
     optimizer: AdamW with a schedule.
     rows: the number of windows of a step.
@@ -116,7 +116,7 @@ def check(config: TrainGateConfig) -> None:
     if config.optimizer.warmup_steps >= config.steps:
         raise ConfigError(f"optimizer.warmup_steps={config.optimizer.warmup_steps} must be below steps={config.steps}.")
     if not config.optimizer.clip:
-        raise ConfigError("optimizer.clip=0.0 leaves nothing of a gradient; give a number above 0, such as 1.0.")
+        raise ConfigError("optimizer.clip=0.0 sets every gradient to 0; give a number above 0, such as 1.0.")
     if not config.temperature or not config.last_temperature:
         raise ConfigError(
             f"temperature={config.temperature} and last_temperature={config.last_temperature} must be above 0."
@@ -130,7 +130,7 @@ def threshold(config: TrainGateConfig) -> float | None:
     """Returns the threshold of scores.
 
     Raises:
-      ConfigError: text that is no number.
+      ConfigError: text that is not a number.
     """
     given = config.keep.threshold
     try:

@@ -1,4 +1,4 @@
-"""Trained parameters: all of a model, or updates of low rank of some projections (LoRA, arXiv:2106.09685)."""
+"""Trained parameters: all parameters of a model, or low-rank updates of projections (LoRA, arXiv:2106.09685)."""
 
 from collections.abc import Mapping
 
@@ -13,21 +13,21 @@ from kvjax.parallel.sharding import Params
 from kvjax.typing import PyTree
 
 Array = jax.Array
-FIXED = (SIDES, SKEW, POLICY)  # of an attention: of a calibration, a skew and policies, which are not the model's
+FIXED = (SIDES, SKEW, POLICY)  # optional parameters of an attention that are not the model's own
 KERNEL = "kernel"
 A, B = "a", "b"  # the factors of an update
 
 
 def initial(config: TuneConfig, params: Params) -> PyTree:
-    """Returns what is trained, in float32, at the first step: the model is as it was.
+    """Returns the initial trained parameters in float32, with which the model is unchanged.
 
     Args:
       config: the method and its settings.
       params: of the model.
 
     Returns:
-      A part of the tree of parameters. With LoRA, a projection [..., in, out] is the pair ``a`` [..., in, rank], normal
-      with variance 1 / in, and ``b`` [..., rank, out], zero.
+      A part of the tree of parameters. With LoRA, a projection [..., in, out] has the factors ``a`` [..., in, rank],
+      normal with variance 1 / in, and ``b`` [..., rank, out], zero.
 
     Raises:
       ConfigError: projections that the model does not have.
@@ -76,7 +76,7 @@ def merged(params: Params, trained: PyTree, config: TuneConfig) -> Params:
 
 
 def without_fixed(params: Params) -> Params:
-    """Returns parameters without what a calibration or a skew has added to them."""
+    """Returns parameters without those that a calibration or a skew has added."""
     return {
         name: {part: each for part, each in node.items() if part not in FIXED} if name == "attention"
         else without_fixed(node) if isinstance(node, Mapping) else node

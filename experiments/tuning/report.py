@@ -14,7 +14,7 @@ from experiments.tuning.evaluate import Gap
 RESULTS, PLOT = "results.json", "report.png"
 LEGEND = (
     "*Above full* is the perplexity above that of the full cache with the same weights, window by window, with the "
-    "95 % interval of its mean. Both caches read the prompt in the same blocks, and what follows token by token."
+    "95 % interval of its mean. Both caches read the prompt in the same blocks, and later tokens one at a time."
 )
 
 
@@ -51,7 +51,7 @@ def write(
       config: of the run.
       before: the rows of the full cache and of the spec before training.
       after: the same after training.
-      gap: between these.
+      gap: the gap before and after.
       losses: step -> loss in training, nats per token.
       about: paragraphs about the model, what was trained and the machine.
       command: that repeats the run.

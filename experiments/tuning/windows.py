@@ -1,4 +1,4 @@
-"""Windows of tokens of text files: random ones to train on, and evenly spread ones to evaluate."""
+"""Windows of tokens from text files: random ones for training, and evenly spaced ones for evaluation."""
 
 import dataclasses
 import hashlib
@@ -14,7 +14,7 @@ from experiments.tuning.gate_config import TrainGateConfig
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 
-HELD_OUT = 0.1  # the share of each text at its end that is held out if no text is
+HELD_OUT = 0.1  # the share at the end of each text that is held out if `held_out` is empty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Windows:
 
     Attributes:
       training: texts to train on, [N] int32 each.
-      held_out: texts to evaluate, likewise.
+      held_out: texts to evaluate on, [N] int32 each.
       opening: the tokens that every window begins with: BOS where the model expects it.
-      seed: of the windows that are trained on.
+      seed: the random seed of training windows.
     """
 
     training: list[np.ndarray]
@@ -34,7 +34,7 @@ class Windows:
     seed: int
 
     def batch(self, step: int, rows: int, size: int) -> np.ndarray:
-        """Returns the windows of a step, [rows, size] int32, which depend on the seed and the step alone.
+        """Returns the windows of a step, [rows, size] int32, which depend only on the seed and the step.
 
         Every token of the texts is as likely as any other to be in one of them, except near the ends of a text.
         """
@@ -65,7 +65,7 @@ def load(config: TuneConfig | TrainGateConfig, model: Model) -> Windows:
     """Reads and encodes the texts of a run.
 
     Raises:
-      ConfigError: no texts, a name that stands for none, or a text that is shorter than a window.
+      ConfigError: no texts, a name that matches no text, or a text that is shorter than a window.
     """
     training, held_out = files(config)
     opening = data.opening(model)

@@ -48,9 +48,9 @@ class Group:
       storage: how slots are held.
       selection: which slots a query reads.
       needs: the statistics that are kept, for this policy and for the one that decodes.
-      memory: what is remembered of a row's queries and of evictions, likewise, but for what each slot remembers.
+      memory: the memories of queries and of evictions, for both policies; those with a number per slot are statistics.
       queries: query heads of each KV head, if any are remembered; otherwise 1.
-      writes: the scores that a token gets once, for this policy and for the one that decodes.
+      writes: the written scores, for this policy and for the one that decodes.
       slots: the number of slots of each store; () = as many as the prompt has tokens (one-shot prefill).
       array_sizes: what else arrays are sized for, if the storage's layout is not of single slots.
       decoding: whether the prompt is over.
@@ -63,12 +63,13 @@ class Group:
       reasons: why no faster kernel runs, and why slots are not divided.
       shares: where heads share their layer's slots, the slots of the average head when the longest prompt ends, and the
         most that a head can get of them; None = each head has a number of slots of its own.
-      most_left: of a prompt, the most slots of a head that a compressor that changes them leaves; otherwise None.
+      most_left: while the prompt is read, the largest number of slots per head that a compressor with a merge keeps;
+        otherwise None.
       prompt_index: of a prompt, the selection of the decoding phase, if it adds up the prompt's queries and keys.
       decode_group: of a one-shot prompt, the group of the decoding phase, into whose arrays each layer moves its slots;
         None if the prompt is replayed first.
-      replay: of a prompt that is replayed when it ends, how; nothing is evicted before. None = it is not replayed.
-      replaying: whether the tokens of its steps are those of the replay, which are not kept.
+      replay: how the prompt is replayed when it ends, before anything is evicted; None = no replay.
+      replaying: whether a step takes tokens of the replay, which are not kept.
       num_layers: the number of layers of the model.
     """
 

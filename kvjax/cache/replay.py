@@ -88,7 +88,7 @@ def replay(
     for each in evictions(policy):
         if each.params or each.writes:
             raise PolicyError(
-                f"policy {each.name} reads parameters or hidden states of a model, which a layer by itself has not; "
+                f"policy {each.name} reads parameters or hidden states, which need a model and not a single layer; "
                 "run it with kvjax.generate."
             )
     spec = CacheSpec(policy, storage, everything() if selection is None else selection)
@@ -101,7 +101,7 @@ def replay(
     lowered = lower(spec, config, sizes, lengths, implementation="xla", dtype=prompt[2].dtype)
     if lowered.layout.replay is not None:
         raise PolicyError(
-            f"policy {policy.name}: it runs the prompt's tokens once more, and here there is no model to do so."
+            f"policy {policy.name}: it replays the prompt, which needs a model; run it with kvjax.generate."
         )
     given = prompt, decode, jnp.asarray(lengths, jnp.int32), lowered.budgets, sides
     output, layer = _run(*given, rope=rope, layout=lowered.layout)

@@ -175,7 +175,7 @@ class Block(flax.struct.PyTreeNode):
       total: [B] int32, see `KVState`.
       budget: see `KVState`; during prefill, the budgets of the policy for prompts. In a layer, those of its groups.
       layer: int32, the index of the layer; None outside of a layer.
-      replayed: [B] int32, of a replay, the first position of the chunk of the prompt that is replayed; otherwise None.
+      replayed: [B] int32, during a replay, the first position of the chunk that is replayed; otherwise None.
     """
 
     position: Array

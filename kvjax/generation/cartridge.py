@@ -90,16 +90,16 @@ def cartridge(
     rows, width = batch.tokens.shape
     if rows != prefilled.num_rows or prefilled.logits.shape[0] != rows:
         raise InputError(
-            f"tokens has {rows} rows, and the cache {prefilled.num_rows} of {prefilled.logits.shape[0]} that are not "
-            "padding; give a continuation of each row, on a mesh that divides the rows."
+            f"tokens has {rows} rows, but the cache has {prefilled.num_rows}, and {prefilled.logits.shape[0]} with "
+            "padding; give one continuation per row, and on a mesh a number of rows that it divides."
         )
     if batch.lengths.min() < 2:
-        raise InputError("a continuation of one token has nothing to predict; give at least 2 in each row.")
+        raise InputError("a continuation has fewer than 2 tokens, and predicts none; give at least 2 in each row.")
     phase = prefilled.layout.decode
     if not takes_blocks(phase):
         raise InputError(
-            "the slots of this cache are coded, evicted or chosen while decoding, or their keys rotated by rank; give "
-            "one of kvjax.policies.matched(slots) alone, with exact slots that are all read."
+            "the slots of this cache are coded, evicted or chosen while decoding, or their keys are rotated by rank; "
+            "prefill with kvjax.policies.matched(slots) alone, an exact storage and no selection."
         )
     state = arranged_state(prefilled.state, ())
     if any(LOG_WEIGHT not in group.stats for layer in state.layers for group in layer):

@@ -224,7 +224,7 @@ def refuses_problem(request: Request, tokens: int | None = None, *, coded: bool 
     if largest and request.tokens > 1:
         return f"it adds up columns over queries, and statistic {largest[0]} is the maximum over them"
     if recurring := [s.name for s in request.statistics if s.recurs]:
-        return f"it adds up columns over queries, and statistic {recurring[0]} is of the distances between them"
+        return f"it adds up columns over queries, and statistic {recurring[0]} depends on their positions"
     if tokens is not None and request.tokens != tokens:
         return f"it takes one query per head, not {request.tokens}"
     return None

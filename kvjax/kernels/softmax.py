@@ -114,7 +114,7 @@ def column_sums(problem: Problem, probability: Array, share: Array | None) -> di
       share: [B, K, n] float32, the smallest m that counts as ``above``; None if no statistic needs it.
 
     Returns:
-      Statistic name -> [B, K, S], [B, K, S, words] or, of hits and gaps, [B, K, S, 3] float32.
+      Statistic name -> [B, K, S], [B, K, S, words] or, for ``recurrence``, [B, K, S, 3] float32.
     """
     # [B, K, n, S]
     m = jnp.mean(probability, axis=2) if problem.group_reduce == "mean" else jnp.max(probability, axis=2)
@@ -127,7 +127,7 @@ def column_sums(problem: Problem, probability: Array, share: Array | None) -> di
     sums = {}
     for statistic, weight in zip(problem.statistics, problem.weights, strict=True):
         if statistic.recurs:
-            # [B, K, n, S]: padding sees no slot, so that its m is 0
+            # [B, K, n, S]: padding attends to no slot, so its m is 0
             age = problem.query_position[:, None, :, None] - problem.key_position[:, :, None] + 1
             sums[statistic.name] = recurrence.columns(m >= statistic.threshold, age)
             continue

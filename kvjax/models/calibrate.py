@@ -219,12 +219,12 @@ def _check(calibration: Calibration, model: Model, needs: Needs) -> None:
         mine = [shapes_of({own.name: layer.get(own.name, {})}) for layer in calibration.layers]
         if len(mine) != config.num_layers or any(not each[own.name] for each in mine):
             raise PolicyError(
-                f"the policy reads parameters {own.name!r}, which the calibration ({calibration.method}) has not for "
-                f"{config.num_layers} layers: {make}, or load it with kvjax.load_calibration(path), and pass "
+                f"the policy reads parameters {own.name!r} of {config.num_layers} layers, which the calibration "
+                f"({calibration.method}) does not have; {make}, or load it with kvjax.load_calibration(path), and pass "
                 "calibration=."
             )
         if kinds.get(own.name, own.kind) != own.kind:
-            raise PolicyError(f"the calibration is of {kinds[own.name]}, and the policy needs {own.kind}; {make}.")
+            raise PolicyError(f"the calibration has {kinds[own.name]}, but the policy needs {own.kind}; {make}.")
         needed = {own.name: shapes[own.name]}
         if wrong := [each for each in mine if each != needed]:
             raise PolicyError(

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 Array = jax.Array
 
-ROUNDS = 60  # exchanges of columns after which the search ends, whether or not it has converged
-PATIENCE = 3  # exchanges of all infeasible columns that may fail to reduce their number, before single exchanges
+ROUNDS = 60  # the largest number of exchanges of columns
+PATIENCE = 3  # full exchanges that may fail to reduce the number of infeasible columns, before single exchanges
 REFINEMENTS = 3
 RELATIVE_SHIFT = 2e-6  # added to the unit diagonal of the normal equations, so that float32 can factorize them
 TOLERANCE = 1e-6  # relative to the largest coefficient, and to the norm of the target
@@ -20,10 +20,10 @@ class _Search(NamedTuple):
 
     Attributes:
       passive: [n] bool, the columns whose coefficient may be positive.
-      x: [n] float32, the solution for these, 0 elsewhere.
-      infeasible: [n] bool, the columns on the wrong side: negative coefficients, or negative gradients at 0.
+      x: [n] float32, the solution for the passive columns, 0 elsewhere.
+      infeasible: [n] bool, the columns with a negative coefficient, or with a negative gradient at 0.
       fewest: the smallest number of infeasible columns so far.
-      patience: how many more exchanges of all of them may fail to reduce it.
+      patience: the number of full exchanges that may still fail to reduce it.
       rounds: the number of exchanges.
     """
 
@@ -40,13 +40,13 @@ def nnls(matrix: Array, target: Array, start: Array) -> Array:
 
     Each round solves the unconstrained problem of the passive columns by Cholesky, on columns scaled to norm 1, and
     refines the solution with residuals of the matrix itself: the normal equations alone would lose half of the digits.
-    Then all columns on the wrong side change sides; only the last of them once their number no longer falls, which
-    ends after finitely many rounds. Columns of zeros have the coefficient 0.
+    Then all infeasible columns are exchanged. When their number no longer falls, only the last one is exchanged, which
+    ends after finitely many rounds. Columns of zeros get the coefficient 0.
 
     Args:
       matrix: [m, n] float32.
       target: [m] float32.
-      start: [n] bool, the columns that are taken to be positive at first.
+      start: [n] bool, the columns that are passive at first.
     """
     norm = jnp.sqrt(jnp.sum(jnp.square(matrix), axis=0))
     real = norm > 0

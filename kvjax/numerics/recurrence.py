@@ -1,17 +1,17 @@
-"""Recurrence of attention: when a slot was last attended to, and the longest time that it was not in between.
+"""Recurrence of attention: the age of the last query that attended to a slot, and the widest gap between two of them.
 
-A query hits a slot if it pays it at least some share of its attention. Its age is 1 for the query at the slot's own
-position, 2 for the next one and so on, so that 0 is the moment before the slot's birth, and no hit. Of consecutive
-queries, the first hit, the last one and the widest gap between two hits are enough to join them with queries before and
-after; the join is associative, so that blocks and tiles of queries give the same result.
+A query hits a slot if it pays the slot at least a threshold of attention. The age of a query is 1 at the slot's own
+position, 2 at the next one and so on; 0 is the position before the slot's birth, and means no hit. For a run of
+consecutive queries, the first hit, the last hit and the widest gap between two hits are enough to join it with earlier
+and later runs. The join is associative, so that blocks and tiles of queries give the same result.
 """
 
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
-COLUMNS = 3  # the age of the first hit, that of the last one, and the widest gap between two hits of a block
-NUMBERS = 2  # that are kept of a slot: the age of the last hit, and the widest gap since its birth
+COLUMNS = 3  # numbers of a block: the ages of the first and the last hit, and the widest gap between two hits
+NUMBERS = 2  # numbers of a slot: the age of the last hit, and the widest gap since its birth
 FAR = jnp.iinfo(jnp.int32).max
 
 
@@ -19,13 +19,13 @@ def columns(hit: Array, age: Array) -> Array:
     """Reduces queries to columns.
 
     Args:
-      hit: [B, K, n, S] bool, of queries in the order of their positions.
-      age: [B, K, n, S] int32 of each query, at least 1 where it hits the slot.
+      hit: [B, K, n, S] bool, queries in the order of their positions.
+      age: [B, K, n, S] int32, the age of each query, at least 1 where it hits the slot.
 
     Returns:
       [B, K, S, 3] float32: the ages of the first and of the last hit, and the widest gap between two hits; 0 = none.
     """
-    # [B, K, n, S]: the last hit so far, and before each query
+    # [B, K, n, S]: the last hit up to each query, and before it
     so_far = jax.lax.cummax(jnp.where(hit, age, 0), axis=2)
     before = jnp.pad(so_far[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
     # [B, K, S]
@@ -44,7 +44,7 @@ def join(one: Array, other: Array) -> Array:
 
 
 def after_block(old: Array, block: Array) -> Array:
-    """Returns what is kept of a slot, [..., 2], after the columns [..., 3] of a block."""
+    """Returns the numbers of a slot, [..., 2], after the columns [..., 3] of a block."""
     (last, gap), (first, latest, wide) = jnp.moveaxis(old, -1, 0), jnp.moveaxis(block, -1, 0)
     # The gap before a slot's first hit begins one position before its birth.
     before = jnp.where(first > 0, first - last, 0.0)

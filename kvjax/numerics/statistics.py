@@ -111,7 +111,7 @@ class Statistic:
 
     @property
     def recurs(self) -> bool:
-        """Whether columns are hits and gaps of `kvjax.numerics.recurrence`, which depend on the order of queries."""
+        """Whether columns are those of `kvjax.numerics.recurrence`, which depend on the order of queries."""
         return self.accumulate == "recurrence"
 
     @property
@@ -208,7 +208,7 @@ class Statistic:
         return jnp.einsum("bkts,bt...->bks...", terms, weight, precision=jax.lax.Precision.HIGHEST)
 
     def join(self, one: Array, other: Array) -> Array:
-        """Combines the columns [...] of queries of a block with those of later queries of it, in the same shape."""
+        """Combines the columns [...] of some queries of a block with those of later ones, in the same shape."""
         if self.recurs:
             return hits.join(one, other)
         return jnp.maximum(one, other) if self.largest else one + other
@@ -324,7 +324,7 @@ def recent_above(history: int) -> Statistic:
 
 
 def latest(history: int) -> Statistic:
-    """Returns m of each of the last queries, the newest first: one float32 per query and slot.
+    """Returns the statistic that stores m of each of the last queries, the newest first, one float32 per query.
 
     Args:
       history: the number of queries.
@@ -333,9 +333,9 @@ def latest(history: int) -> Statistic:
 
 
 def recurrence(threshold: float) -> Statistic:
-    """Returns the statistic of when queries paid a slot at least a share (LazyEviction, arXiv:2506.15969).
+    """Returns the statistic of the queries that paid a slot at least a threshold (LazyEviction, arXiv:2506.15969).
 
-    Two numbers per slot: the age of the last such query, and the widest gap between two; see
+    It has two numbers per slot: the age of the last such query, and the widest gap between two of them; see
     `kvjax.numerics.recurrence`.
 
     Args:

@@ -160,7 +160,7 @@ def decode_shapes(
 
 
 def _calibrated(params: Params, config: DecoderConfig, layout: CacheLayout, dtype: DTypeLike) -> Params:
-    """Adds the shapes of a calibration, where a layer's storage or policy needs one."""
+    """Adds the shapes of a calibration to the layers whose storage or policy needs one."""
     params = dict(params)
     for index, groups in enumerate(layout.decode):
         # Groups of heads have one storage, or an exact one.

@@ -122,7 +122,9 @@ class Evict(Policy):
             )
             raise PolicyError(f"every={self.every} is not valid: {which}; leave it out.")
         if self.page > 1 and self.rounds:
-            raise PolicyError("pages are evicted whole, and its importance remembers evictions of single slots.")
+            raise PolicyError(
+                "pages are evicted whole, but its importance remembers evictions of single slots; leave out by_page."
+            )
         _resolve(self._needs)
         if self.importance.shared_by_heads and self.scope.needs:
             raise PolicyError(

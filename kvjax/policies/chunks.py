@@ -59,7 +59,7 @@ class ChunkMean(Importance):
             )
         if not isinstance(self.scope, Scope) or looks_at_slots(self.scope):
             raise PolicyError(
-                f"ChunkMean: scope={self.scope!r} can protect other slots in each head, and all heads hold the same "
+                f"ChunkMean: scope={self.scope!r} can protect other slots in each head, but all heads hold the same "
                 "chunks; give a scope of positions, such as kvjax.policies.protect_newest(32)."
             )
 
@@ -131,7 +131,7 @@ def chunkkv(base: Policy, *, chunk: int = 10) -> Evict:
         )
     if looks_at_slots(inner.scope):
         raise PolicyError(
-            f"chunkkv({inner.name}): it can protect other slots in each head, and all heads hold the same chunks; give "
+            f"chunkkv({inner.name}): it can protect other slots in each head, but all heads hold the same chunks; give "
             "a compressor that protects positions, such as snapkv."
         )
     mean = ChunkMean(inner.importance, inner.scope, chunk)

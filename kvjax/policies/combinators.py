@@ -216,13 +216,13 @@ def ranks_each_head(name: str, policy: Policy) -> Evict:
     if not isinstance(policy, Policy):
         raise PolicyError(f"{name}(): {policy!r} is not a policy; give one such as h2o(budget=256).")
     if isinstance(policy, Split):
-        raise PolicyError(f"{name}({policy.name}): its heads have policies of their own; apply it to these.")
+        raise PolicyError(f"{name}({policy.name}): its heads have policies of their own; apply {name} to these.")
     if isinstance(policy, SplitLayers):
-        raise PolicyError(f"{name}({policy.name}): its layers have policies of their own; apply it to these.")
+        raise PolicyError(f"{name}({policy.name}): its layers have policies of their own; apply {name} to these.")
     if isinstance(policy, WithSelection):
         raise PolicyError(f"{name}({policy.name}): it hides slots and evicts none; give a policy that evicts.")
     if isinstance(policy, Phases):
-        raise PolicyError(f"{name}({policy.name}): its phases have policies of their own; apply it to these.")
+        raise PolicyError(f"{name}({policy.name}): its phases have policies of their own; apply {name} to these.")
     if not isinstance(policy, Evict):
         raise PolicyError(f"{name}({policy.name}): it is not made by `evict`; give a policy such as h2o(budget=256).")
     if policy.budget is None:

@@ -151,8 +151,8 @@ class QkvGate(Gate):
         )
         if inputs.shape[2] != params["up"].shape[2]:
             raise PolicyError(
-                f"a qkv gate has {params['up'].shape[2]} inputs, those of all KV heads of a layer, and this policy "
-                f"ranks {kv_heads} of them, with {inputs.shape[2]}; put all heads under one policy."
+                f"a qkv gate reads all KV heads of a layer ({params['up'].shape[2]} inputs), but this policy ranks "
+                f"{kv_heads} of them ({inputs.shape[2]} inputs); put all heads under one policy."
             )
         return _run_network(params, inputs, self.activation)
 

@@ -94,7 +94,7 @@ def distinct(parameters: Iterable[Parameters]) -> tuple[Parameters, ...]:
             raise PolicyError(f"{each!r} does not describe parameters; give a frozen dataclass of Parameters.")
         if each.name in NAMES or known.setdefault(each.name, each) != each:
             other = known.get(each.name, "those of a storage")
-            raise PolicyError(f"parameters {each!r} and {other!r} have one name; give one of them another.")
+            raise PolicyError(f"parameters {each!r} and {other!r} have the same name; rename one of them.")
     return tuple(known.values())
 
 

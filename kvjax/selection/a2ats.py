@@ -1,4 +1,4 @@
-"""A²ATS: logits of keys that are replaced by the nearest entry of a codebook (arXiv:2502.12665)."""
+"""A²ATS: chooses slots by logits of the nearest codebook entries of their keys (arXiv:2502.12665)."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ FAR = jnp.iinfo(jnp.int32).max
 
 @dataclasses.dataclass(frozen=True)
 class Codebook(Selection):
-    """Chooses the slots of the largest logits, each key k replaced by the nearest entry c of a codebook (A²ATS).
+    """Chooses the slots of the largest logits, with each key k replaced by the nearest codebook entry c (A²ATS).
 
-    The nearest entry has the least expected square of the error of a logit, (k - c)ᵀ E[qqᵀ] (k - c), over the queries
-    of the row's prompt; of equal ones, it is the first (query-aware vector quantization). A query multiplies the
-    entries alone, and a slot's score is looked up.
+    The nearest entry minimises the expected squared error of a logit, (k - c)ᵀ E[qqᵀ] (k - c), over the queries of the
+    row's prompt; of equal entries, it is the first (query-aware vector quantization). A query is multiplied only by the
+    entries, and the score of a slot is looked up.
 
-    When the prompt ends, a codebook is made of the keys of each KV head by k-means under the same distance, from evenly
-    spaced slots. The index has the codebook, [B, K, codes, D], the metric, [B, K, D, D], and codes, [B, K, S] int32.
+    When the prompt ends, k-means under the same distance computes a codebook for the keys of each KV head, beginning at
+    evenly spaced slots. The index has the codebook, [B, K, codes, D], the metric, [B, K, D, D], and codes, [B, K, S]
+    int32.
 
     Attributes:
       k: the number of slots that are chosen.
       codes: the number of entries of a codebook.
-      rounds: the rounds of k-means.
+      rounds: the number of rounds of k-means.
       sinks: the number of oldest slots that are always read.
       recent: the number of newest slots that are always read, including the new one; at least 1.
       first_layer: layers before this one read everything.
@@ -99,7 +100,7 @@ class Codebook(Selection):
         # [B, K, S]
         live = held.position >= 0
         oldest_first = jnp.argsort(jnp.where(live, held.position, FAR), axis=2, stable=True)
-        # [B, K, codes]: evenly spaced slots, of which several entries are the same if there are fewer slots
+        # [B, K, codes]: evenly spaced slots, with repetitions if there are fewer slots than codes
         number = jnp.sum(live, axis=2, keepdims=True, dtype=jnp.int32)
         spaced = jnp.arange(self.codes, dtype=jnp.int32) * number // self.codes
         first = jnp.take_along_axis(oldest_first, spaced, axis=2)
@@ -133,7 +134,7 @@ class Codebook(Selection):
 
 
 def nearest(key: Array, codebook: Array, metric: Array) -> Array:
-    """Finds the entry c of least (k - c)ᵀ A (k - c) for each key, the first of equal ones.
+    """Finds the entry c that minimises (k - c)ᵀ A (k - c) for each key, the first of equal ones.
 
     Args:
       key: [B, K, n, D].
@@ -145,7 +146,7 @@ def nearest(key: Array, codebook: Array, metric: Array) -> Array:
     """
     # [B, K, M, D]
     warped = jnp.einsum("bkmd,bkde->bkme", codebook, metric, precision=HIGHEST)
-    # [B, K, n, M], up to a number of each key
+    # [B, K, n, M], up to a constant per key
     product = jnp.einsum("bknd,bkmd->bknm", key.astype(jnp.float32), warped, precision=HIGHEST)
     distance = jnp.sum(warped * codebook, axis=-1)[:, :, None] - 2.0 * product
     return jnp.argmin(distance, axis=-1).astype(jnp.int32)
@@ -155,7 +156,7 @@ def nearest(key: Array, codebook: Array, metric: Array) -> Array:
 def a2ats(
     k: int, *, codes: int = 64, rounds: int = 4, sinks: int = 0, recent: int = 1, first_layer: int = 0
 ) -> Codebook:
-    """Reads the slots of the largest logits by a codebook of keys; see `Codebook` (A²ATS, arXiv:2502.12665).
+    """Reads the slots of the largest logits under a codebook of keys; see `Codebook` (A²ATS, arXiv:2502.12665).
 
     Args:
       k: see `Codebook`.
@@ -168,7 +169,8 @@ def a2ats(
     Raises:
       SelectionError: a number that is too small.
 
-    The paper makes one codebook offline, for keys before rotation, and rotates far queries by a constant distance, so
-    that one table serves all positions. Here each row has a codebook of its own prompt's keys as attention takes them.
+    The paper computes one codebook offline, for keys before rotation, and rotates distant queries by a constant
+    distance, so that one table serves all positions. Here each row has a codebook of its prompt's keys, as attention
+    uses them.
     """
     return Codebook(k, codes, rounds, sinks, recent, first_layer)

@@ -1,4 +1,4 @@
-"""ALISA: the newest slots, and those to which the last queries paid the most attention (arXiv:2403.17312)."""
+"""ALISA: reads the newest slots, and those of the most attention from the last queries (arXiv:2403.17312)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Alisa(Selection):
-    """Reads the newest slots, and those of the largest sum of the last queries' probabilities (ALISA's SWA).
+    """Reads the newest slots, and those of the most attention from the last queries (ALISA's sparse window attention).
 
-    Of b slots, ⌊b / 2⌋ are the newest, including the new token, and the others have the largest sums. A slot that a
-    query does not read has probability 0 under it, so that its sum only falls. No keys are compared.
+    Of b slots, ⌊b / 2⌋ are the newest, including the new token, and the others have the largest sums of probabilities
+    under the last queries. A slot that a query does not read has probability 0 under it. No keys are compared.
 
     The index has the probabilities of each slot under the last queries, the newest first, [B, K, S, queries].
 
     Attributes:
       slots: b, the number of slots that a query reads; at least 2.
-      queries: the number of queries whose probabilities are added.
+      queries: the number of queries whose probabilities are summed.
       first_layer: layers before this one read everything.
 
     Raises:
@@ -44,7 +44,7 @@ class Alisa(Selection):
     queries: int = 4
     first_layer: int = 0
     name = "alisa"
-    in_prompt = True  # `settle` observes the prompt, of which `always` marks everything
+    in_prompt = True  # `settle` observes the prompt, whose slots `always` marks
     per_slot = frozenset({"recent"})
 
     def __post_init__(self) -> None:
@@ -102,14 +102,14 @@ class Alisa(Selection):
 
 
 def _in_prompt(view: SelectView) -> Array:
-    """Returns whether the step's tokens are of the prompt, [B, 1, 1] bool."""
+    """Returns whether the step's tokens belong to the prompt, [B, 1, 1] bool."""
     first = view.newest if view.first is None else view.first
     return (first < view.prompt)[:, None, None]
 
 
 @factory
 def alisa(budget: int, *, queries: int = 4, first_layer: int = 0) -> Alisa:
-    """Reads the newest slots, and those to which the last queries paid the most attention; see `Alisa`.
+    """Reads the newest slots, and those of the most attention from the last queries; see `Alisa`.
 
     Args:
       budget: the number of slots that a query reads, one half of them the newest.
@@ -119,8 +119,8 @@ def alisa(budget: int, *, queries: int = 4, first_layer: int = 0) -> Alisa:
     Raises:
       SelectionError: a budget below 2, or another number that is too small.
 
-    ALISA (arXiv:2403.17312) reads a fraction of the tokens, so that its number grows with the text; here it is fixed.
-    The paper also deletes old keys and values and computes them again, which changes no result and is not done here.
+    ALISA (arXiv:2403.17312) reads a fraction of the tokens; here the number is fixed. The paper also deletes old keys
+    and values and computes them again when needed, which does not change results and is not done here.
     """
     with named("alisa"):
         budget = count_argument("budget", budget, minimum=2)

@@ -109,12 +109,10 @@ class Prefix:
 
     @plain_signature
     def trained(self, tokens: ArrayLike, *, steps: int = 100, rate: float = 1e-2, optimizer: Any = None) -> "Prefix":
-        """Returns a prefix whose slots are trained on the text that follows it; this one is not changed.
-
-        See `kvjax.cartridge`, also for errors.
+        """Returns a new prefix whose slots are trained on the text that follows it; see `kvjax.cartridge`.
 
         Args:
-          tokens: [n] int, the text that follows, for which there must be room; it is not part of the prefix afterwards.
+          tokens: [n] int, the text that follows, for which there must be room; it does not become part of the prefix.
           steps: see `kvjax.cartridge`.
           rate: see `kvjax.cartridge`.
           optimizer: see `kvjax.cartridge`.

@@ -37,13 +37,13 @@ class Calibration(flax.struct.PyTreeNode):
     It is a pytree whose leaves are its arrays, so that gradients reach them and `optax` updates them.
 
     Attributes:
-      layers: per layer, {"key": {part: [K, *shape]}, "value": {...}} of a storage, and the parameters of policies by
-        their names; [1, *shape] of a part that heads share.
+      layers: for each layer, {"key": {part: [K, *shape]}, "value": {...}} of a storage, and {name: {part: ...}} of
+        policies; a part that heads share is [1, *shape].
       method: what the arrays are, for messages.
       rope: the rotary embedding of the model that they were made for; None without one.
       model: the fingerprint of that model (`kvjax.models.calibrate.fingerprint`); None = not known.
       kind: what it is of, apart from shapes; see `kind_of`. None = not known.
-      policies: for the parameters of each policy, their name and a description; see `kvjax.policies.Parameters`.
+      policies: the name and a description of each policy's parameters; see `kvjax.policies.Parameters`.
     """
 
     layers: tuple[Sides, ...]
@@ -182,10 +182,10 @@ class Calibration(flax.struct.PyTreeNode):
             )
 
     def check_rope(self, rope: Rope | None) -> None:
-        """Checks that it was made for a model's rotary embedding.
+        """Checks that the calibration was made for a model's rotary embedding.
 
         Raises:
-          StorageError: it was made for another one.
+          StorageError: it was made for another rotary embedding.
         """
         if self.rope != rope:
             raise StorageError(

@@ -166,7 +166,7 @@ def test_which_policies_are_divided(name):
         assert "compares slots with each other (by reduce_max)" in found
     else:
         reasons = {
-            "remembers queries": decode.memory, "has scores that a token gets once": decode.writes,
-            "has parameters": decode.params,
+            "remembers queries": decode.memory, "reads scores that are written once per token": decode.writes,
+            "reads parameters": decode.params,
         }  # fmt: skip
         assert found is None or any(own and found == f"policy {name} {reason}" for reason, own in reasons.items())

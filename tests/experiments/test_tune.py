@@ -283,11 +283,11 @@ def test_settings_that_cannot_work_are_refused(config, path, value, message):
         (
             "windows.prefill_block",
             None,
-            "none reads a prompt of 32 tokens in one block.*nothing is read",
+            "none reads a prompt of 32 tokens in one block.*no token reads the cache",
         ),
         ("windows.prefill_block", 0, "prefill_block=0 is not valid"),
         ("optimizer.warmup_steps", 6, "warmup_steps=6 must be below steps=6"),
-        ("optimizer.clip", 0.0, "clip=0.0 leaves nothing"),
+        ("optimizer.clip", 0.0, "clip=0.0 sets every gradient to 0"),
         ("lora.projections", (), "lora.projections is empty"),
     ],
 )

@@ -49,7 +49,7 @@ def test_every_registered_policy_has_a_verdict():
 def test_hits_and_gaps_are_of_xla_alone(backend, tokens):
     chosen = choose("step", backend, request("lazy", tokens=tokens))
     assert chosen.implementation == "xla"
-    assert "statistic recurrence(0.1) is of the distances between them" in chosen.reasons[-1]
+    assert "statistic recurrence(0.1) depends on their positions" in chosen.reasons[-1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -138,7 +138,7 @@ def test_what_is_streamed_is_not_held():
         (lambda: policies.split_heads(HALF, policies.knorm(9), policies.full()), "does not evict step by step"),
         (lambda: policies.split_heads(HALF, policies.h2o(9, variant="masked"), policies.full()), "step by step"),
         (lambda: policies.split_heads(HALF, policies.h2o(9), policies.streaming_llm(9)), "positions"),
-        (lambda: policies.value_norm(policies.duo_attention(HALF)), "apply it to these"),
+        (lambda: policies.value_norm(policies.duo_attention(HALF)), "apply .* to these"),
         (lambda: policies.after_prefill(policies.knorm(9), then=policies.duo_attention(HALF)), "caches of their own"),
         (lambda: policies.razor_attention(HALF, 4), "^policy razor_attention: it protects 5 slots"),
         (lambda: policies.razor_attention(HALF, positions="rank"), "^policy razor_attention: positions='rank'"),

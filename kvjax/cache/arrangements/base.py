@@ -101,7 +101,7 @@ class Arrangement:
       in_order: whether slot i of a head holds its i-th token, since nothing is evicted while decoding. Every device has
         the exact tokens that wait until they are encoded, where slots are divided over devices.
       follows_windows: whether budgets follow the sliding windows of layers. If not, windows only hide tokens.
-      joins_layers: whether the tokens of two layers are held together, once both have read a prompt.
+      joins_layers: whether the tokens of two layers are stored together after the prompt.
       without_prompt_side: how a user can do without what vectors share of a prompt, as the end of a sentence.
     """
 

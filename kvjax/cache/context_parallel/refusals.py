@@ -29,9 +29,9 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
     if policy.rounds:
         return f"policy {policy.name} remembers earlier evictions"
     if policy.writes or group.writes:
-        return f"policy {policy.name} has scores that a token gets once"
+        return f"policy {policy.name} reads scores that are written once per token"
     if policy.params:
-        return f"policy {policy.name} has parameters"
+        return f"policy {policy.name} reads parameters"
     if policy.budget is not None and policy.budget.beyond_prompt:
         return f"policy {policy.name} counts the slots of the prompt"
     if policy.positions != "original" and not (group.known_ranks or group.evicts_one):

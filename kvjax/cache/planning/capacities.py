@@ -52,7 +52,7 @@ def capacities(
 
 
 def _rounded(slots: int, policy: Evict, sizes: Sizes) -> int:
-    """Returns a number of slots that many batches share, if the policy's budget follows prompts."""
+    """Rounds a number of slots up to a bucket, if the policy's budget follows prompts."""
     follows = policy.budget is not None and policy.budget.follows_prompt
     return slots_bucket(slots) if sizes.rounded and follows else slots
 
@@ -66,7 +66,7 @@ def most_left(branch: Branch, budget: int | None, kv_heads: int, sizes: Sizes) -
 
 
 def _left(policy: Evict, budget: int, kv_heads: int, sizes: Sizes) -> int:
-    """Returns the most slots of a head that a compressor leaves of a prompt."""
+    """Returns the largest number of slots per head that a compressor keeps of a prompt."""
     assert policy.budget is not None
     return min(policy.budget.widest(policy, budget, kv_heads), sizes.budget_prompt)
 

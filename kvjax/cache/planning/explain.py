@@ -99,10 +99,10 @@ def _shares(group: Group, layout: "CacheLayout") -> tuple[str, ...]:
 
 
 def _policy(group: Group, layout: "CacheLayout") -> tuple[str, ...]:
-    """Says when a policy evicts, if not one slot in each step, and what it keeps besides slots."""
+    """Describes a policy that does not evict one slot in each step, or that holds more than slots."""
     policy, found = group.policy, []
     if policy.every > 1:
-        found.append(f"a head that holds {policy.every} slots more than its budget evicts as many at once")
+        found.append(f"evicts {policy.every} slots at once, when a head holds {policy.every} more than its budget")
     if policy.budget is not None and policy.budget.beyond_prompt:
         found.append("the slots of the prompt stay, and do not count against the budget")
     if policy.budget is not None and policy.budget.evicts_early:
@@ -110,9 +110,9 @@ def _policy(group: Group, layout: "CacheLayout") -> tuple[str, ...]:
     if group.memory:
         made = jax.eval_shape(functools.partial(empty, group, 1, layout.kv_heads, layout.head_dim, layout.dtype))
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made.memory))
-        found.append(f"a memory of {size(held)} per row, besides slots")
+        found.append(f"a memory of {size(held)} per row, in addition to slots")
     if names := [each.name for each in policy.params]:
-        found.append(f"reads parameters {', '.join(names)}, which rows have in common")
+        found.append(f"reads parameters {', '.join(names)}, which all rows share")
     return tuple(found)
 
 

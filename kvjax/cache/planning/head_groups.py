@@ -39,7 +39,7 @@ class Branch(NamedTuple):
 
     @property
     def divides_heads(self) -> bool:
-        """Whether it has some of the heads of a layer, and another branch the rest."""
+        """Whether the branch has only some of the heads of a layer."""
         return self.heads is not None and any(self.heads)
 
     def in_layer(self, layer: int, window: int | None) -> "Branch":
@@ -174,7 +174,7 @@ def _split_layers(policy: SplitLayers, selection: Selection, config: DecoderConf
     branches, layers = [], policy.of_layers(config.num_layers)
     for own in dict.fromkeys(layers):
         heads = tuple(None if each == own else () for each in layers)
-        # Layers that evict read all that they hold, as heads of `Split` do.
+        # As with `Split`, a selection applies only to layers that keep every token.
         reads = selection if own.budget is None else everything()
         branches += [branch._replace(heads=heads) for branch in branches_of(own, reads, config)]
     _check_selected(policy, "layers", selection, branches)

@@ -144,13 +144,13 @@ class Chooser:
         if group.policy.every > 1:
             extras.append(f"eviction of {group.policy.every} slots at once")
         if group.policy.budget is not None and group.policy.budget.beyond_prompt:
-            extras.append("a prompt that is kept beside the budget")
+            extras.append("a prompt outside the budget")
         if any(not isinstance(each, RoundMemory) for each in group.memory):
             extras.append("a memory of a row's queries")
         if group.policy.rounds:
             extras.append("a memory of earlier evictions")
         if group.writes:
-            extras.append("scores that a token gets once")
+            extras.append("scores that are written once per token")
         if group.policy.params:
             extras.append("parameters of a policy")
         if group.policy.merge is not None:

@@ -57,7 +57,7 @@ class CacheLayout:
 
     @property
     def replay(self) -> Replay | None:
-        """How prompts are replayed when they end, before anything is evicted; None = they are not."""
+        """How prompts are replayed when they end, before anything is evicted; None = no replay."""
         return next((group.replay for layer in self.prompt for group in layer), None)
 
     @property

@@ -112,7 +112,7 @@ def lower(
             ]
             early, late = _groups(spec, own, layer, heads, largest, config, sizes, kernels)
             if replay is not None:
-                # Slots move when the prompt has been replayed.
+                # Slots are moved after the replay.
                 early = dataclasses.replace(early, decode_group=None, replay=replay)
             before.append(early)
             after.append(late)

@@ -1,4 +1,4 @@
-"""Prompts that are replayed when they end: what this needs of policies, storages and devices."""
+"""Checks that policies, storages and devices allow a replay of the prompt."""
 
 from collections.abc import Sequence
 
@@ -20,13 +20,13 @@ def replay_of(branches: Sequence[Branch], config: DecoderConfig, sizes: Sizes, l
 
     Args:
       branches: the policies of all heads.
-      config: of the decoder.
-      sizes: what is allocated for.
+      config: the decoder.
+      sizes: the lengths that arrays are allocated for.
       lengths: [B] tokens of each row's prompt.
 
     Raises:
-      PolicyError: policies of layers that cannot be together, a model that has no positions or no tokens for a replay,
-        or a mesh.
+      PolicyError: policies of layers that cannot be combined, a model without the positions or tokens of the replay, or
+        a mesh.
     """
     names = {branch.prompt.replay: branch.prompt.name for branch in branches if branch.prompt.replay is not None}
     if not names:
@@ -35,7 +35,7 @@ def replay_of(branches: Sequence[Branch], config: DecoderConfig, sizes: Sizes, l
     about = f"policy {name}: it replays the prompt"
     if others:
         raise PolicyError(
-            f"{about}, and {others[0][1]} of other layers in another way; replay it alike for all layers."
+            f"{about}, and {others[0][1]} of other layers in another way; give all layers the same replay."
         )
     for branch in branches if sizes.block is not None else ():
         if branch.prompt.budget is not None and branch.prompt.when == "step":
@@ -44,7 +44,7 @@ def replay_of(branches: Sequence[Branch], config: DecoderConfig, sizes: Sizes, l
                 "leave out prefill_block, or use compressors such as snapkv for the other layers."
             )
     if on_mesh():
-        raise PolicyError(f"{about}, which has not been done on a mesh so far; leave out the mesh.")
+        raise PolicyError(f"{about}, which is not supported on a mesh; load the model without one.")
     if replay.highest() >= config.vocab_size:
         raise PolicyError(
             f"{about} after an instruction with the token {replay.highest()}, but this model has {config.vocab_size} "
@@ -63,18 +63,18 @@ def refuses_replay(storage: Storage, branch: Branch, sizes: Sizes) -> str | None
     """Returns why a storage cannot hold a prompt that is replayed before it is compressed; None if it can.
 
     Args:
-      storage: of the heads.
+      storage: the storage of the heads.
       branch: their policies.
-      sizes: of the batch.
+      sizes: the lengths of the batch.
     """
     about = f"{branch.prompt.name} replays the prompt before it evicts"
     if storage.sides_of(PROMPT):
-        return f"{about}, when the queries that the parts shared by its vectors are computed from are gone."
+        return f"{about}, but the parts that this storage's vectors share are computed from queries that are not held."
     if arrangement_of(storage).joins_layers:
-        return f"{about}, and layers are joined when the prompt has been read."
+        return f"{about}, but this storage joins pairs of layers as soon as the prompt has been read."
     if sizes.block is not None and (storage.new_tokens_separate or storage.on_host):
         return (
-            f"{about}, and reads its keys and values as they are, which this storage no longer has after a block; "
-            "leave out prefill_block."
+            f"{about}, and reads exact keys and values, but this storage does not hold them after a block; leave out "
+            "prefill_block."
         )
     return None

@@ -32,7 +32,7 @@ class Round(NamedTuple):
     """The outcome of ranking.
 
     Attributes:
-      victim: [B, K, S] bool, the slots that go.
+      victim: [B, K, S] bool, the slots that are evicted.
       remembered: name of a `kvjax.policies.round_memory.RoundMemory` -> its numbers after the step.
     """
 
@@ -41,7 +41,7 @@ class Round(NamedTuple):
 
 
 def ranked(policy: Evict, stats: dict[str, Array], view: View, *, one: bool) -> Round:
-    """Chooses the slots to evict, and computes what the policy remembers of that; for the arguments see `victims`."""
+    """Chooses the slots to evict, and computes the round memories afterwards; for the arguments see `victims`."""
     if policy.every > 1 or policy.rounds:
         return _round(policy, stats, view)
     return Round(victims(policy, stats, view, one=one), {})

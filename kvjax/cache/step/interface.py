@@ -28,9 +28,10 @@ class LayerArgs(NamedTuple):
       guess: [B, H, n, D] the query that selections choose by if they look ahead, not rotated; None if none does.
       skew: [K, D, D], see `kvjax.models.skew`; None = the identity.
       sides: of a calibration, leaves [K, ...] or [1, ...]; None = the storage has none.
-      output_gram: [H, D, D] float32, W Wᵀ of each query head's part W [D, hidden] of the output projection; None
+      output_gram: [H, D, D] float32, W Wᵀ for each query head's part W [D, hidden] of the output projection; None
         unless a replay multiplies by the norm of outputs.
-      hidden_norm: [B, n] float32, the norms of what enters the projections of queries, keys and values; likewise.
+      hidden_norm: [B, n] float32, the norms of the input of the projections of queries, keys and values; None unless
+        a replay divides by them.
       params: name of a policy's `Parameters` -> part -> [K or 1, ...]; None = the policies have none.
       hidden: [B, n, E], the input of the projections of queries, keys and values; None where no score is written.
       out_kernel: [H * D, E], the projection of attention's output; None where no written score reads it.

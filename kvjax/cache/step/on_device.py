@@ -113,7 +113,7 @@ def _remembered(
     if not group.memory:
         return {}
     batch, kv_heads, n, dim = inputs.key.shape
-    # [B, H, n, D], which are constants to a gradient
+    # [B, H, n, D], constants to the gradient
     query, unrotated = (jax.lax.stop_gradient(x.astype(jnp.float32)) for x in (inputs.query, inputs.unrotated[0]))
     rotated = query
     if rope is not None and group.policy.positions == "cache":
@@ -132,15 +132,15 @@ def _remembered(
 def _written(
     pool: Pool, inputs: StepInputs, output: Array, block: Block, group: Group, args: LayerArgs
 ) -> dict[str, Array]:
-    """Returns the scores that a token gets once, with those of the step's own tokens, [B, K, S'] each.
+    """Returns the written scores of all slots, including the step's own tokens, [B, K, S'] each.
 
     Args:
       pool: the slots and the step's own tokens.
       inputs: the step's own tokens.
-      output: [B, H, n, D] of attention.
+      output: [B, H, n, D], the output of attention.
       block: the tokens of the step.
-      group: the policies.
-      args: of the layer.
+      group: the group of heads, with its policies.
+      args: the arguments of the layer.
     """
     if not group.writes:
         return {}
@@ -156,7 +156,7 @@ def _written(
     position = pool.position if pool.new_tokens is None else pool.position[:, :, group.unranked :]
     made = {}
     for each in group.writes:
-        # Which slots go is a constant to a gradient.
+        # Gradients treat the choice of slots as a constant.
         own = jax.lax.stop_gradient(each.write(token, args.params or {}))
         made[each.name] = placed(pool.stats[each.name], own, position, block.position)
     return constrain(made, by_xla=group.by_xla)

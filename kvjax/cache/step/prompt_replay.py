@@ -1,7 +1,7 @@
-"""A step of the replay of a prompt, and the eviction that follows it; see `kvjax.policies.prompt_replay`.
+"""A step of the replay of a prompt, and the eviction after the replay; see `kvjax.policies.prompt_replay`.
 
-The tokens of a replay see the slots of the whole prompt and those of their own block. They are not kept: a step changes
-nothing but the statistic that says how much attention each slot has received.
+Tokens of a replay attend to the slots of the whole prompt and to their own block. They are not kept: a step changes
+only the statistic of the replay, and the memories of its queries.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from kvjax.storage.base import UNROTATED
 
 Array = jax.Array
 
-LARGEST = Statistic("largest", accumulate="max")  # over the queries of a block
+LARGEST = Statistic("largest", accumulate="max")  # the maximum over the queries of a block
 
 
 def step(
@@ -47,7 +47,7 @@ def step(
     query, own, held = _rotated(layer, inputs, block, group, args)
     held_value = layer.value
     if group.replay.by == "gradient" and REPLAYED in layer.stats:
-        # The gates that a gradient is taken of, less 1, are where the scores will be.
+        # The array of scores holds the gates less 1, with respect to which the gradient is taken.
         gates = 1 + layer.stats[REPLAYED][..., None]
         held_value = (held_value.astype(jnp.float32) * gates).astype(held_value.dtype)
     # [B, K, S + n, D] each, and [B, K, S + n]
@@ -55,7 +55,7 @@ def step(
     own_at = jnp.broadcast_to(block.position[:, None], own.shape[:3])
     position = jnp.concatenate([layer.position, own_at], axis=2)
 
-    # In a gradient, probabilities are computed again in the backward pass, so that those of one layer exist at a time.
+    # The backward pass computes probabilities again, so that those of one layer exist at a time.
     @jax.checkpoint
     def attend(query: Array, key: Array, value: Array) -> Array:
         problem = attention.problem(
@@ -74,7 +74,7 @@ def step(
 
 
 def _remembered(layer: LayerKV, query: Array, block: Block, group: Group) -> dict[str, dict[str, Array]]:
-    """Returns what policies remember of the queries of a replay, with those of a block [B, H, n, D], rotated."""
+    """Returns the memories of a replay's queries after a block of rotated queries [B, H, n, D]."""
     replay = group.replay
     wanted = [each for each in group.memory if each.of_replay]
     if not wanted or replay is None:
@@ -82,7 +82,7 @@ def _remembered(layer: LayerKV, query: Array, block: Block, group: Group) -> dic
     batch, kv_heads = layer.position.shape[:2]
     # [B, K, G, n, D]
     grouped = jax.lax.stop_gradient(query.astype(jnp.float32)).reshape(batch, kv_heads, -1, *query.shape[2:])
-    # [B]: the number of the block's first token among those of the replay, and of all of these
+    # [B]: the index of the block's first token in the replay, and the number of tokens of the replay
     first = block.replayed + replay.added(block.replayed // replay.chunk)
     total = block.prompt + replay.added(-(-block.prompt // replay.chunk))
     queries = Queries(grouped, grouped, block.position, first, total)
@@ -121,7 +121,7 @@ def _scores(
       keys: [B, K, S, D] of the prompt and [B, K, n, D] of the block, rotated.
       inputs: the block's tokens.
       block: their positions, and the chunk that they replay.
-      replay: the size of the chunk, and what competes with it.
+      replay: the size of the chunk, and the number of first slots in its softmax.
       args: of the layer.
     """
     old, size = layer.stats[REPLAYED], layer.position.shape[2]
@@ -138,7 +138,7 @@ def _scores(
     position = jnp.concatenate([at, own_at], axis=2)
     heads, kv_heads = query.shape[1], key.shape[1]
     if replay.output_norm:
-        # Each query head has an output projection of its own, and is a KV head here: [B, H, M + n, ...].
+        # Each query head has its own output projection, and is treated as a KV head: [B, H, M + n, ...].
         key, values, position = (jnp.repeat(x, heads // kv_heads, axis=1) for x in (key, values, position))
     problem = attention.problem(
         query, key, values, query_position=block.position, key_position=position, scale=inputs.scale,
@@ -161,7 +161,7 @@ def _scores(
 
 
 def _places(block: Block, replay: Replay, size: int) -> Array:
-    """Returns the positions of the first slots and of a chunk, [B, M] int32; -1 = not in the prompt, or in both."""
+    """Returns the positions of the first slots and of a chunk, [B, M] int32; -1 = beyond the prompt, or repeated."""
     # [B, 1]
     start, length = block.replayed[:, None], block.prompt[:, None]
     sinks = jnp.arange(min(replay.sinks, size), dtype=jnp.int32)[None]
@@ -215,7 +215,7 @@ def evict_prompt(
     if original and group.storage.frame == UNROTATED and prompt.rope is not None and prompt.frequencies is not None:
         rotation = KeyRotation(prompt.rope, prompt.frequencies)
         placed = (rotation.apply(layer.key, layer.position),)
-    # The queries of the prompt are gone; what a policy remembers of them is in the layer.
+    # The queries of the prompt are no longer held; the layer has the memories of them.
     made = Operands(layer.key, placed, (layer.value,), placed)
     per_slot = PerSlot(layer.stats, {name: layer.index[name] for name in group.selection.per_slot})
     frame = KeyFrame(original, prompt.rope, prompt.frequencies)

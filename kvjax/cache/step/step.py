@@ -6,7 +6,7 @@ next token is written there, so that nothing is compacted or copied.
 
 A step runs in one of three ways: as one kernel (`fused_kernel`), on slots that are divided over devices
 (`kvjax.cache.context_parallel`), or on all slots of a head on one device (`on_device`), as a prompt in one shot does.
-A prompt that is replayed has steps of another kind (`prompt_replay`), which keep none of their tokens.
+The steps of a replay (`prompt_replay`) keep none of their tokens.
 """
 
 import chex

@@ -59,7 +59,7 @@ def finish(
 ) -> tuple[LayerKV, PerSlot, dict[str, dict[str, Array]]]:
     """Evicts until every head is within its limit, and moves the step's own tokens into the layer.
 
-    Nothing is evicted from a prompt that is to be replayed.
+    Nothing is evicted from a prompt before its replay.
 
     Args:
       pool: the slots and the step's own tokens.
@@ -72,7 +72,7 @@ def finish(
       seen: of the queries, for the policy.
 
     Returns:
-      The layer, what moves with its slots, and its memory.
+      The layer, the arrays that move with its slots, and its memory.
     """
     memory = {name: dict(arrays) for name, arrays in seen.memory.items()}
     position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.new_tokens, per_slot.stats

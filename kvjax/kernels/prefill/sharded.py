@@ -62,7 +62,7 @@ def attend_and_reduce(problem: Problem, run: Run) -> tuple[Attended, dict[str, A
 
 
 def _over_devices(statistic: Statistic, columns: Array, axes: tuple[str, ...]) -> Array:
-    """Combines the columns [B, K, S, ...] of the queries of all devices, which have them in the order of `axes`."""
+    """Combines the columns [B, K, S, ...] of all devices, whose queries are in the order of `axes`."""
     if not statistic.recurs:
         return (jax.lax.pmax if statistic.largest else jax.lax.psum)(columns, axes)
     # [devices, B, K, S, 3]
