@@ -38,6 +38,16 @@ def of_layer(parameters: Iterable[Parameters], sizes: ModelSizes, layer: int) ->
     }
 
 
+def without_parameters(model: kvjax.Model) -> kvjax.Model:
+    """The model without parameters of policies, as a checkpoint has it."""
+    params = dict(model.params)
+    for index in range(model.config.num_layers):
+        layer = params[f"layer_{index}"]
+        attention = {name: x for name, x in layer["attention"].items() if name != POLICY}
+        params[f"layer_{index}"] = layer | {"attention": attention}
+    return dataclasses.replace(model, params=params)
+
+
 def with_parameters(model: kvjax.Model, parameters: Iterable[Parameters] = EVERY) -> kvjax.Model:
     """The model with these parameters, so that policies that read them need no calibration."""
     params, sizes = dict(model.params), model_sizes(model.config)

@@ -1,13 +1,19 @@
 """A decoding step of every policy that evicts while decoding, on the same slots."""
 
+import jax
 import numpy as np
 from absl import flags
 
 from experiments.bench.contestants import in_turns, ours, random_model, random_prompt, ratio, shape
 from kvjax import policies
+from kvjax.models.calibrate import calibrate, calibrated, model_sizes
+from kvjax.models.model import Model
 from kvjax.policies import Policy
-from kvjax.policies.traits import one_at_every_step
+from kvjax.policies.traits import one_at_every_step, parameters_of
+from kvjax.training import calibration_of
 from kvjax.typing import JsonObject
+
+ROTATING = ("triattention",)  # policies of models with a rotary embedding
 
 
 def run(values: flags.FlagValues) -> list[JsonObject]:
@@ -18,7 +24,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     model = random_model(config, prompt_length + (rounds + 1) * tokens, values.dtype)
     prompt = random_prompt(config, values.batch or 1, prompt_length)
     sides = {
-        name: ours(model, prompt, policy, tokens, implementation=values.implementation)
+        name: ours(with_parameters(model, policy, prompt), prompt, policy, tokens, implementation=values.implementation)
         for name, policy in evicting(budget, config.learned_positions).items()
     }
     times = in_turns(sides, rounds)
@@ -33,19 +39,32 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     ]
 
 
+def with_parameters(model: Model, policy: Policy, tokens: np.ndarray) -> Model:
+    """Returns the model with the parameters of a policy, of a text of random tokens; those of gates are random."""
+    own = parameters_of(policy)
+    if not own:
+        return model
+    if not any(each.trained for each in own):
+        return calibrated(model, policy, calibrate(model, tokens, policy))
+    (gate,) = (each for each in own if isinstance(each, policies.Gate))
+    keys = jax.random.split(jax.random.key(0), model.config.num_layers)
+    gates = [gate.initial(key, model_sizes(model.config)) for key in keys]
+    return calibrated(model, policy, calibration_of(model, gate, gates))
+
+
 def evicting(budget: int, learned_positions: bool) -> dict[str, Policy]:
     """Policies by name, h2o first; those that rotate keys by rank need a model that rotates."""
     names = ["h2o", *(name for name in policies.POLICIES if name not in ("h2o", "full"))]
     # What has no default.
     needed = {
         "strided": {"stride": 4}, "fixed": {"block": min(64, budget // 2), "columns": min(8, budget // 8)},
-        "lazy": {"every": 1},
+        "lazy": {"every": 16}, "ladder": {"span": 1, "every": 16}, "vase": {"every": 16}, "vase_dkv": {"every": 16},
     }  # fmt: skip
     built = {name: policies.by_name(name, budget=budget, **needed.get(name, {})) for name in names}
     made = {
         name: policy
         for name, policy in built.items()
-        if one_at_every_step(policy) and not (policy.positions == "cache" and learned_positions)
+        if one_at_every_step(policy) and not (learned_positions and (policy.positions == "cache" or name in ROTATING))
     }
     made["scissorhands, history 400"] = policies.scissorhands(budget=budget, history=400)
     made["value_norm(h2o)"] = policies.value_norm(made["h2o"])

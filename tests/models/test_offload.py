@@ -16,6 +16,7 @@ from kvjax.models.offload import host_layers, offload
 from kvjax.models.parameters import random_parameters
 from kvjax.parallel import host_memory
 from kvjax.planning import plan
+from tests.parameters import without_parameters
 from tests.planning.test_make_plan import needs_libtpu
 from tests.tiny import random_tokens, tiny
 
@@ -75,24 +76,24 @@ def test_weights_in_host_memory_can_be_skewed(rope):
 
 
 def test_a_checkpoint_is_read_into_host_memory(tmp_path):
-    save(tiny().model, tmp_path)
+    own = without_parameters(tiny().model)
+    save(own, tmp_path)
     model = kvjax.load(tmp_path, host_weights=0.5)
     assert on_host(model) == [False, True]
     assert model.platform == "cpu"
-    for x, y in zip(jax.tree.leaves(model.params), jax.tree.leaves(tiny().model.params), strict=True):
+    for x, y in zip(jax.tree.leaves(model.params), jax.tree.leaves(own.params), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 def test_a_plan_counts_what_crosses_the_link():
-    config = tiny().model.config
+    own = without_parameters(tiny().model)
+    config = own.config
     arguments = {"batch": 2, "prompt_length": 20, "new_tokens": 5}
     held = storage.dense(memory="host")
     full = plan(config, policies.full(), storage=held, host_weights=1.0, **arguments)
     slot = 2 * config.head_dim * 4
     cache = 2 * config.num_layers * config.num_kv_heads * 24 * slot
-    layers = sum(
-        x.nbytes for name, node in tiny().model.params.items() if "layer_" in name for x in jax.tree.leaves(node)
-    )
+    layers = sum(x.nbytes for name, node in own.params.items() if "layer_" in name for x in jax.tree.leaves(node))
     assert full.host == cache + layers == full.step.link_moved
     assert "in host memory" in full.table() and "over the host link per step" in full.table()
     # Layer 0 moves as a whole; in layer 1, 3 slots are gathered besides the new one.

@@ -16,6 +16,7 @@ from kvjax.numerics.rope import Rope
 from kvjax.policies.components import KeyFrame
 from kvjax.policies.triattention import standardised
 from kvjax.policies.written import placed
+from tests.parameters import without_parameters
 from tests.tiny import kept, random_tokens, tiny
 
 SIZES = policies.ModelSizes(kv_heads=1, queries=2, dim=8, hidden=16, rotary=8)
@@ -63,8 +64,7 @@ def test_worked_scores(worked):
 
 def test_a_calibration_is_saved_with_both_axes_and_used_by_each(tmp_path):
     """For a policy and a storage; without it, or with one of another kind, there is an error that says what to do."""
-    model = tiny().model
-    plain = model.__class__(model.config, jax.tree.map(lambda x: x, _without(model.params)))
+    plain = without_parameters(tiny().model)
     tokens = random_tokens(2, 30)
     spec = CacheSpec(policies.qfilters(10, every=2), storage.low_rank(4, 4))
     made = kvjax.calibrate(plain, tokens, spec)
@@ -87,13 +87,6 @@ def test_a_calibration_is_saved_with_both_axes_and_used_by_each(tmp_path):
         kvjax.calibrate(plain, tokens, policies.h2o(10))
     with pytest.raises(StorageError, match="low_rank"):
         kvjax.log_likelihood(plain, tokens, spec, prompt_length=20)
-
-
-def _without(params):
-    """The parameters of a model without those of policies."""
-    if not isinstance(params, dict):
-        return params
-    return {name: _without(x) for name, x in params.items() if name != "policy"}
 
 
 def test_arrays_are_data():
