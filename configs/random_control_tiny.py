@@ -1,9 +1,9 @@
-"""Scores against chance where the prompt is kept, and generated tokens alone are evicted, on kvjax's own small model.
+"""Compares scores with random eviction of generated tokens on kvjax-tiny; the prompt is kept.
 
 Paper: arXiv:2609.03430, which keeps the prompt and evicts generated tokens at random, and finds that no score does
 better ("the selection signal contributes almost nothing"). Every cache holds the prompt and up to 64 + 15 tokens after
-it, and evicts 16 at once, so that all take the same bytes. The text is a book that the model goes on reading: a token
-counts as generated as soon as it has been predicted.
+it, and evicts 16 at once, so that all take the same bytes. Tokens after the prompt are those of a book, by teacher
+forcing.
 Hardware: any CPU; a quarter of an hour on two cores, most of it compilation.
 Command: python -m experiments.run --config=random_control_tiny --config.data.text=FILE
 """

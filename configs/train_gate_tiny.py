@@ -1,4 +1,6 @@
-"""Trains a small network as a gate for kvjax-tiny and a budget of a fifth of the prompt, on the loss of the next token.
+"""Trains an mlp gate for kvjax-tiny and a budget of a fifth of the prompt, on the loss of the next token.
+
+docs/experiments.md has the result.
 
 Command: python -m experiments.train_gate --config=train_gate_tiny --config.texts=FILE,FOLDER,... \
   --config.held_out=NAME,...

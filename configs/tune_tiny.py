@@ -1,6 +1,6 @@
-r"""Tunes kvjax-tiny for a window of a tenth of the prompt, by updates of rank 16 of all projections.
+r"""Tunes kvjax-tiny under a window of a tenth of the prompt, by updates of rank 16 of all projections.
 
-docs/experiments.md has the results with the books of its training, three of them held out as they were then.
+docs/experiments.md has the results. Texts are the books of kvjax-tiny's training and the three books held out from it.
 Time: 25 minutes on two CPU cores that other programs used too.
 
 Command: python -m experiments.tune --config=tune_tiny --config.texts=FILE,FOLDER,... \

@@ -44,7 +44,7 @@ NAMES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "compactor": ((KVPRESS, "CompactorPress", "logits are not scaled; mean and deviation over the batch"),),
     "kvzip": ((KVPRESS, "KVzipPress", "slots are shared by all heads of all layers"),),
     "adakv": ((KVPRESS, "AdaKVPress", "masks what it evicts, so that no memory is freed"),),
-    "chunkkv": ((KVPRESS, "ChunkKVPress", "keeps whole chunks alone"),),
+    "chunkkv": ((KVPRESS, "ChunkKVPress", "keeps only whole chunks"),),
     "duo_attention": ((KVPRESS, "DuoAttentionPress", "masks what it evicts, so that no memory is freed"),),
     "think": ((KVPRESS, "ThinKPress", "sets channels to 0, so that no memory is freed"),),
     "int8": ((LLAMA_CPP, "--cache-type-k q8_0 --cache-type-v q8_0", "a scale for 32 channels, no zero"),),

@@ -82,7 +82,7 @@ def measure(entry: Entry) -> Retained:
 
 
 def can_draw(entry: Entry) -> bool:
-    """Returns whether there is something to draw: a merge changes no slot that stays, and a gate must be trained."""
+    """Returns whether an entry can be drawn: a merge keeps the same slots as its policy, and a gate must be trained."""
     return entry.kind != "merge" and not any(each.trained for each in parameters_of(entry.build()))
 
 
