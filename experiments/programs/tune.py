@@ -284,7 +284,7 @@ def _check_reads_cache(config: TuneConfig, spec: CacheSpec, least_slots: int | N
     """Refuses a cache under which training is the same as under the full cache.
 
     Raises:
-      ConfigError: what was given, and what would be valid.
+      ConfigError: the policy keeps every token, or no token attends to the slots that it leaves.
     """
     if not spec.storage.exact or spec.selection != everything() or config.train_under != SPEC:
         return

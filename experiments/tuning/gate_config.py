@@ -101,7 +101,7 @@ def check(config: TrainGateConfig) -> None:
     """Refuses, before anything is read or trained, settings that do not fit together.
 
     Raises:
-      ConfigError: what was given, and what would be valid.
+      ConfigError: a setting that is not valid, or two that do not fit together.
     """
     for name, given, valid in (
         ("gate.kind", config.gate.kind, GATES),

@@ -126,7 +126,7 @@ def chunkkv(base: Policy, *, chunk: int = 10) -> Evict:
         )
     if not inner.importance.amount:
         raise PolicyError(
-            f"chunkkv({inner.name}): its importance only orders the slots, so that there is no mean of a chunk; give a "
+            f"chunkkv({inner.name}): its importance only orders the slots, so that a chunk has no mean; give a "
             "compressor whose importance is an amount, such as snapkv or knorm."
         )
     if looks_at_slots(inner.scope):

@@ -78,8 +78,8 @@ class LeverageAndMass(Importance):
       chunk: the number of inner slots of a chunk; the last one may have fewer.
       blend: the weight of leverage; None = 1 - b / n, for a budget of b slots and a prompt of n tokens.
       ridge: see `kvjax.policies.leverage.Leverage`.
-      sketch: the number of Gaussian directions that keys are projected to before leverage is computed; None = all
-        features as they are.
+      sketch: the number of Gaussian directions that keys are projected to before leverage is computed; None = no
+        projection.
       seed: the random seed of the directions, which are the same for all heads of a layer.
     """
 
@@ -181,8 +181,8 @@ def compactor(
       seed: the random seed of the sketch.
       positions: see `evict`.
 
-    The queries of the prompt are held until it ends, in float32: as many numbers as the keys of a cache that has a KV
-    head per query head. A prompt in blocks therefore gives the same result as one in one shot.
+    The queries of the prompt are held in float32 until it ends, one vector per token and query head. A prompt in blocks
+    therefore gives the same result as in one shot.
 
     kvpress does not scale the logits, counts the padding of the last chunk, and standardises over the batch.
     """

@@ -45,8 +45,8 @@ def rungs(span: int, overlap: int, layers: int) -> Rungs:
     kept = min(-(-span // step), unit)
     if unit <= kept:
         raise PolicyError(
-            f"span={span} with overlap={overlap} and {layers} layers thins nothing: a unit has {unit} slots, of which "
-            f"{kept} stay; give a smaller span."
+            f"span={span} with overlap={overlap} and {layers} layers thins nothing: a unit has {unit} slots, and "
+            f"keeps {kept} of them; give a smaller span."
         )
     return Rungs(unit, kept, layers)
 

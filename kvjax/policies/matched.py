@@ -87,7 +87,7 @@ def logits_of(query: Array, head: Head, scale: float, cap: float | None) -> Arra
 
 
 def over_heads(function: Callable[..., R], arguments: tuple[PyTree, ...], numbers: int) -> R:
-    """Calls a function for each row and KV head, as many at a time as `MOST_NUMBERS` allows.
+    """Calls a function for each row and KV head, in batches of at most `MOST_NUMBERS` numbers.
 
     Args:
       function: takes the trees, with arrays without the first two dimensions.
@@ -301,7 +301,7 @@ class MatchedAttention(Merge):
 
 
 def _shares(logits: Array, visible: Array) -> Array:
-    """Returns the softmax over slots of logits [N, b]; 0 for what is not visible."""
+    """Returns the softmax over slots of logits [N, b]; 0 for slots that are not visible."""
     largest = jnp.max(logits, axis=1, keepdims=True)
     terms = jnp.where(visible, jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0.0)), 0.0)
     total = jnp.sum(terms, axis=1, keepdims=True)

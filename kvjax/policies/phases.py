@@ -234,9 +234,9 @@ def after_prefill(compressor: Policy, *, then: Policy) -> Phases:
 
 @factory
 def phases(prompt: Policy, decode: Policy) -> Phases:
-    """Keeps what `prompt` leaves of the prompt; `decode` ranks only the tokens after it (SCOPE, arXiv:2412.13649).
+    """Applies `prompt` to the prompt, and `decode` only to the tokens after it (SCOPE, arXiv:2412.13649).
 
-    The two budgets add up: a head holds the slots that are left of the prompt, and those of the budget of `decode`.
+    The two budgets add up: a head holds the slots that `prompt` keeps, and those of the budget of `decode`.
     ``phases(full(), random(256, every=64))`` keeps the prompt and evicts generated tokens at random, the control of
     arXiv:2609.03430.
 

@@ -29,7 +29,7 @@ def pooled_attention(view: View, window: int, kernel: int) -> Array:
 
     Args:
       view: with a memory of `RecentQueries(window)`.
-      window: the number of newest queries; as many newest positions are left out.
+      window: the number of newest queries, and of newest positions whose attention is 0.
       kernel: the number of neighbours, odd.
     """
     logits, older, there = recent_logits(view, window)

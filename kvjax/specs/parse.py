@@ -57,7 +57,7 @@ class Registry(NamedTuple):
     Attributes:
       kind: the class of what is built.
       factories: by name.
-      combinators: by name, what is made of other policies, or for some heads or layers; listed apart in errors.
+      combinators: functions by name that take policies, or some heads or layers; listed separately in errors.
       inside: the axes that an argument may be of.
       example: of a call.
       error: raised for arguments that a factory of a user's own does not take.

@@ -28,7 +28,7 @@ Array = jax.Array
 Expected = dict[str, dict[str, tuple[tuple[int, ...], str]]]  # name -> part -> shape and dtype
 
 FORMAT = "kvjax calibration 2"
-SIDES = ("key", "value")  # what a storage calibrates
+SIDES = ("key", "value")  # names of the parts of a storage's calibration
 
 
 class Calibration(flax.struct.PyTreeNode):

@@ -33,9 +33,9 @@ from kvjax.typing import PyTree
 Array = jax.Array
 Stats = dict[str, Array]
 
-ROWS, TOKENS = 2, 64  # of the arrays that are asked about
-QUERIES = 2  # query heads of a KV head, likewise
-HIDDEN = 16  # features of the residual stream, likewise
+ROWS, TOKENS = 2, 64  # shape of the arrays that check a policy
+QUERIES = 2  # query heads of a KV head
+HIDDEN = 16  # features of the residual stream
 FLOAT, BOOL = jnp.dtype("float32"), jnp.dtype("bool")
 
 
