@@ -119,7 +119,7 @@ def check(config: TrainGateConfig) -> None:
         raise ConfigError("optimizer.clip=0.0 sets every gradient to 0; give a number above 0, such as 1.0.")
     if not config.temperature or not config.last_temperature:
         raise ConfigError(
-            f"temperature={config.temperature} and last_temperature={config.last_temperature} must be above 0."
+            f"temperature={config.temperature} and last_temperature={config.last_temperature} must be greater than 0."
         )
     if config.objective == ANSWER and not config.windows.new_tokens:
         raise ConfigError("windows.new_tokens=0 leaves no answer for objective=answer; give at least 1.")

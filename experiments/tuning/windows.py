@@ -75,7 +75,9 @@ def load(config: TuneConfig | TrainGateConfig, model: Model) -> Windows:
         "evaluation": shape.prompt_length + evaluation.new_tokens - len(opening),
     }
     if min(sizes.values()) < 1:
-        raise ConfigError(f"windows.prompt_length={shape.prompt_length} leaves no room for text after the BOS token.")
+        raise ConfigError(
+            f"windows.prompt_length={shape.prompt_length} leaves no room for text after the BOS token; give more tokens."
+        )
     encoded = {path: data.encode(model, read(path)) for path in (*training, *held_out)}
     if held_out:
         own, others = ([(path.name, encoded[path]) for path in paths] for paths in (training, held_out))

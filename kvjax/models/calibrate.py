@@ -83,7 +83,9 @@ def calibrate(
             raise StorageError(f"storage {storage.name} needs no calibration; leave it out.")
         raise PolicyError(f"{what.name} needs no calibration; leave it out.")
     if trained := [each.name for each in parameters if each.trained]:
-        raise PolicyError(f"{trained[0]} has parameters that are trained; load them with kvjax.load_calibration.")
+        raise PolicyError(
+            f"the parameters {trained[0]} are trained, not computed from a text; load them with kvjax.load_calibration."
+        )
     sizes = model_sizes(model.config)
     shapes = expected(parameters, sizes)  # raises for a model that the policy does not run on
     distributed.check_alone(model.params, "kvjax.calibrate")

@@ -208,7 +208,7 @@ def adakv(base: Policy, *, safeguard: float = 0.2, max_share: float | None = Non
         raise PolicyError(f"adakv(): {getattr(base, 'name', base)!r} is not a compressor; give one such as snapkv.")
     if base.importance.shared_by_heads:
         raise PolicyError(
-            f"adakv({base.name}): its heads must all hold the same positions, and here each gets its own; give a "
+            f"adakv({base.name}): its heads must all hold the same positions, but adakv gives each its own; give a "
             "compressor that ranks each head by itself, such as snapkv."
         )
     return dataclasses.replace(base, budget=Shared(base.budget, safeguard, max_share), name=f"adakv[{base.name}]")

@@ -54,8 +54,8 @@ class GatedAttention(flax.struct.PyTreeNode):
         batch, kv_heads, n, dim = key.shape
         if args.window is not None and args.window < n:
             raise PolicyError(
-                f"a text of {n} tokens is longer than the sliding window of {args.window} of a layer, whose slots also "
-                "leave when they are out of the window; train on texts of at most that length."
+                f"a text of {n} tokens is longer than the sliding window of {args.window} of a layer, outside of which "
+                "slots are evicted too; train on texts of at most that length."
             )
         # [B, K, 1, n]
         score = scores(self.gate, self.params, LayerInputs(args.hidden, query, key, value), block.position)[:, :, None]

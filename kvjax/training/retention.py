@@ -54,8 +54,8 @@ class Retention:
             object.__setattr__(self, "threshold", found)
             if self.every > 1:
                 raise PolicyError(
-                    f"every={self.every} is not valid with threshold={self.threshold}: heads would evict in rounds of "
-                    "their own; leave out one of the two."
+                    f"every={self.every} is not valid with threshold={self.threshold}: heads would evict at "
+                    "different steps; leave out one of the two."
                 )
         if self.recent + self.sinks > self.slots:
             raise PolicyError(

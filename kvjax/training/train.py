@@ -82,7 +82,7 @@ def train_gate(
     layers = model.config.num_layers
     of_layers = (retention,) * layers if isinstance(retention, Retention) else tuple(retention)
     if len(of_layers) != layers:
-        raise PolicyError(f"retention has {len(of_layers)} layers, and the model {layers}; give one for each.")
+        raise PolicyError(f"retention has {len(of_layers)} layers, and the model {layers}; give one per layer.")
     steps, rows = (count_argument(*each, minimum=1) for each in (("steps", steps), ("rows", rows)))
     rate = number_argument("rate", rate, minimum=0.0, maximum=float("inf"))
     temperature = number_argument("temperature", temperature, minimum=1e-6, maximum=float("inf"))
