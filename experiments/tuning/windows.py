@@ -76,7 +76,7 @@ def load(config: TuneConfig | TrainGateConfig, model: Model) -> Windows:
     }
     if min(sizes.values()) < 1:
         raise ConfigError(
-            f"windows.prompt_length={shape.prompt_length} leaves no room for text after the BOS token; give more tokens."
+            f"windows.prompt_length={shape.prompt_length} leaves no room for text after BOS; give more tokens."
         )
     encoded = {path: data.encode(model, read(path)) for path in (*training, *held_out)}
     if held_out:

@@ -73,9 +73,7 @@ def score_function(
     if not 1 <= prompt_length <= length:
         raise InputError(f"prompt_length={prompt_length} must be from 1 to the {length} tokens of a row.")
     if model.rows_on_mesh(rows) != rows:
-        raise InputError(
-            f"rows={rows} must be a multiple of the parts of rows on mesh {model.mesh and dict(model.mesh.shape)}."
-        )
+        raise InputError(f"rows={rows} is not a multiple of the parts of mesh {model.mesh and dict(model.mesh.shape)}.")
     following = length - prompt_length
     limits = Limits(prompt_length, max(following, 1), shortest=prompt_length)
     options = CacheOptions(prefill_block=prefill_block, implementation="xla", limits=limits)
