@@ -196,7 +196,7 @@ def make_step(
             return objective.loss(setup, params, gates, tokens, temperature)
 
         loss, gradient = jax.value_and_grad(loss_of)(state["trained"])
-        # optax multiplies whole numbers and floats.
+        # optax multiplies integers by floats, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             updates, after = optimizer.update(gradient, state["optimizer"], state["trained"])
             trained = optax.apply_updates(state["trained"], updates)

@@ -121,7 +121,7 @@ def train_directions(
             return divergence(params, _turned(sides, turn), ranks, expected, *data, config=model.config)
 
         value, slope = jax.value_and_grad(loss)(turn)
-        # optax multiplies whole numbers and floats.
+        # optax multiplies integers by floats, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             change, memory = optimizer.update(slope, memory)
         return jax.tree.map(lambda x, y: x - rate * y, turn, change), memory, value

@@ -199,7 +199,7 @@ def head_gates(
     ) -> tuple[Array, optax.OptState, Array]:
         loss = functools.partial(gate_loss, config=config, sinks=sinks, recent=recent, penalty=penalty)
         value, slope = jax.value_and_grad(loss, argnums=1)(params, gates, *data)
-        # optax multiplies whole numbers and floats.
+        # optax multiplies integers by floats, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             change, memory = optimizer.update(slope, memory)
         return jnp.clip(gates - rate * change, 0.0, 1.0), memory, value

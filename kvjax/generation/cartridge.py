@@ -111,7 +111,7 @@ def cartridge(
     optimizer = optax.adam(rate) if optimizer is None else optimizer
     phase = without_step_kernels(phase)
     with model.on_mesh():
-        # optax multiplies whole numbers and floats.
+        # optax multiplies integers by floats, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             slots = slots_of(state)
             memory = optimizer.init(slots)
@@ -132,7 +132,7 @@ def slots_of(state: KVState) -> Slots:
 
     def own(group: LayerKV) -> dict[str, Array]:
         arrays = {"key": group.key, "value": group.value, LOG_WEIGHT: group.stats[LOG_WEIGHT]}
-        # Copies, which a step donates.
+        # Copies, because a step donates its inputs.
         return {name: jnp.array(array, jnp.float32) for name, array in arrays.items()}
 
     return [[own(group) for group in layer] for layer in state.layers]

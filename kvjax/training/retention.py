@@ -19,9 +19,8 @@ from kvjax.policies.learned import LARGEST, learned
 
 Array = jax.Array
 RELAXATIONS = ("st", "soft")
-FARTHEST = (
-    30.0  # logits of evicted slots are cut at the largest visible one plus this, so that squares of sums are above 0
-)
+#: Logits of evicted slots are clipped to the largest visible logit plus this, so that squares of sums stay above 0.
+FARTHEST = 30.0
 SMALLEST = -1e30  # the logit of a slot that is not seen
 
 

@@ -97,7 +97,7 @@ def train_gate(
         loss, slope = jax.value_and_grad(
             lambda gates: objective.loss(setup, params, gates, ids, jnp.float32(temperature))
         )(gates)
-        # optax multiplies whole numbers and floats.
+        # optax multiplies integers by floats, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             change, memory = optimizer.update(slope, memory, gates)
             return optax.apply_updates(gates, change), memory, loss
