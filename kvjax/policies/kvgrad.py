@@ -22,7 +22,7 @@ class ReplayedGradient(Importance):
     A gate g multiplies the attention probabilities of the slot, for all queries of the replay and all query heads of
     the KV head. Importance is the sum over chunks of |∂ Σ_i ‖h_i‖₂ / ∂g| at g = 1, where h_i is the output of the last
     layer for token i of the chunk's block, before the final norm. This is the first-order change of the norms if the
-    slot is removed, and includes the changes in all later layers, unlike an attention probability. The gate is after
+    slot adds nothing, and includes the changes in all later layers, unlike an attention probability. The gate is after
     the softmax: before it, a slot that receives all of the attention would have no gradient.
 
     Attributes:
