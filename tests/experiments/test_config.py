@@ -106,7 +106,7 @@ def test_a_wrong_command_line_names_what_is_valid(arguments, message):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (PolicyConfig(name="h3o"), "unknown policy 'h3o'; did you mean 'h2o'.*known policies: .*full, h2o"),
+        (PolicyConfig(name="h3o"), "unknown policy 'h3o'; did you mean 'h2o'.*known policies: .*full, gkv, h2o"),
         (PolicyConfig(budget=0), "budget 0 is out of range"),
         (PolicyConfig(budget=-1), "budget -1 is out of range"),
         (PolicyConfig(budget=1.5), "budget 1.5 is out of range"),
@@ -185,7 +185,7 @@ def test_a_baseline_that_cannot_take_the_budget_is_named():
     config = fields.override(configs.by_name("h2o_tiny"), "policy.budget", 2)
     for text, message in (
         ("h2o + int9", r"'int9' is not a storage or a selection; did you mean 'int\d'\?"),
-        ("h2o + zzz", r"'zzz' is not a storage or a selection; there are bfp, .*quest"),
+        ("h2o + zzz", r"'zzz' is not a storage or a selection; there are a2ats, alisa, bfp, .*quest"),
         ("h2o + int8 + fp8", r"has two parts that are a storage; give one of each"),
     ):
         with pytest.raises(ConfigError, match=message):
