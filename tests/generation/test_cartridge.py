@@ -104,7 +104,7 @@ def test_an_optimizer_of_ones_own():
             {},
             "coded, evicted or chosen while decoding",
         ),
-        (None, TOKENS[:1, CONTEXT:], {}, "tokens has 1 rows, and the cache 2"),
+        (None, TOKENS[:1, CONTEXT:], {}, "tokens has 1 rows, but the cache has 2"),
         (None, TOKENS[:, CONTEXT : CONTEXT + 1], {}, "predicts none"),
         (None, random_tokens(2, 340, seed=4)[:, :150], {}, "more are requested, but the cache has"),
         (None, TOKENS[:, CONTEXT:], {"steps": -1}, "steps must be a whole number"),
