@@ -255,7 +255,7 @@ def dense_layer():
     [
         (policies.h2o(6), "under the policy h2o each head keeps its own; use full"),
         (policies.snapkv(6, window=2), "under the policy snapkv each head keeps its own"),
-        (policies.window(6, merge=policies.d2o()), "leave out merge"),
+        (policies.window(6, merge=policies.d2o()), "use a policy without a merge"),
         (policies.split_heads(((True, False),), policies.window(6), policies.full()), "treats heads differently"),
     ],
 )

@@ -228,7 +228,7 @@ def test_what_is_not_valid(build, match):
     [
         (policies.full(), storage.minicache(2), {}, "start=2 is not a layer of this model; give one from 0 to 1"),
         (policies.h2o(6), storage.minicache(0), {}, "it evicts tokens of one layer while decoding"),
-        (policies.window(6, merge=policies.d2o()), storage.minicache(0), {}, "leave out merge"),
+        (policies.window(6, merge=policies.d2o()), storage.minicache(0), {}, "use a policy without a merge"),
         (policies.snapkv(6, window=2), storage.minicache(0), {}, "under the policy snapkv each keeps its own"),
         (policies.adakv(policies.snapkv(6, window=2)), storage.minicache(0), {}, "each keeps its own"),
         (SPLIT, storage.minicache(0), {}, "treats heads or layers differently"),

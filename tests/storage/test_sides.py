@@ -193,7 +193,7 @@ def test_refused_with_what_is_valid(build, match):
     [
         (storage.think(recent=2), {"prefill_block": 4}, "leave out prefill_block"),
         (storage.think(recent=2), {"policy": policies.streaming_llm(6)}, "use positions='original'"),
-        (storage.think(recent=2), {"policy": policies.window(6, merge=policies.d2o())}, "leave out merge"),
+        (storage.think(recent=2), {"policy": policies.window(6, merge=policies.d2o())}, "use a policy without a merge"),
         (Storage(key=Scaled(Integer(4), BY_WIDTH), value=Exact()), {"prefill_block": 4}, "leave out prefill_block"),
     ],
 )

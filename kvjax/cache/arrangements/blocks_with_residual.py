@@ -127,9 +127,7 @@ class BlockArrangement(Arrangement):
 def refuses_changes(branch: "Branch") -> str | None:
     """Returns why tokens that are encoded together do not go with a policy that changes or evicts them, or None."""
     if merges(branch):
-        return (
-            "a merge changes tokens that are encoded in blocks; leave out merge or matched, or use a storage of slots."
-        )
+        return "a merge changes tokens that are encoded in blocks; use a policy without a merge, or a storage of slots."
     if branch.decode.budget is not None:
         return (
             "it evicts tokens of blocks that were encoded together while decoding; use full, a prompt compressor such "

@@ -43,7 +43,7 @@ class PairArrangement(Arrangement):
             return "two layers are stored together, but the policy treats heads or layers differently; use one for all."
         if merges(branch):
             return (
-                "a merge changes tokens of one layer, but two layers are stored together; leave out merge or matched."
+                "a merge changes tokens of one layer, but two layers are stored together; use a policy without a merge."
             )
         if branch.decode.budget is not None:
             return (

@@ -54,8 +54,8 @@ class TierArrangement(Arrangement):
     def refuses(self, spec: "CacheSpec", branch: "Branch", sizes: "Sizes", layers: int) -> str | None:
         if merges(branch):
             return (
-                "a merge folds evicted tokens into kept ones, but a low tier keeps evicted tokens; leave out merge or "
-                "matched."
+                "a merge folds evicted tokens into kept ones, but a low tier keeps evicted tokens; use a "
+                "policy without a merge."
             )
         if not branch.selection.reads_all:
             return (

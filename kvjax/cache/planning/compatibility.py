@@ -86,7 +86,7 @@ def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None
     if not storage.shortened:
         return None
     if any(policy.merge is not None for policy in (branch.prompt, branch.decode)):
-        return "a merge adds up whole vectors, but this storage holds shorter ones; leave out merge or matched."
+        return "a merge adds up whole vectors, but this storage holds shorter ones; use a policy without a merge."
     if type(selection).restore is not Selection.restore:
         return (
             f"selection={selection!r} restores keys of all features, but this storage holds shorter ones; use another "
@@ -104,7 +104,7 @@ def _refuses_joint(heads: int, branch: Branch, kv_heads: int) -> str | None:
         )
     for policy in (branch.prompt, branch.decode):
         if policy.merge is not None:
-            return "a merge changes a single head, but heads are stored together; leave out merge or matched."
+            return "a merge changes a single head, but heads are stored together; use a policy without a merge."
         if named_policy := per_head_positions(policy):
             return (
                 f"{heads} KV heads are stored together and must keep the same positions, but under the policy "
