@@ -342,7 +342,7 @@ def test_gradients_pass_straight_through():
         (policies.h2o(0.5), "storage kivi2 with policy h2o: it evicts .* use full, a prompt compressor such as snapkv"),
         (
             policies.window(0.5, merge=policies.d2o()),
-            "storage kivi2 with policy window: a merge .* use a policy without a merge",
+            "storage kivi2 with policy window: a merge .* without a merge",
         ),
         (policies.after_prefill(policies.knorm(0.5), then=policies.roco(0.4)), "evicts tokens of blocks"),
     ],

@@ -308,7 +308,7 @@ def held_bytes(layer: LayerKV, row: int, head: int) -> dict[int, list[bytes]]:
         (policies.full(), "storage mikv2 with policy full: it evicts nothing .* use a policy with a budget"),
         (
             policies.h2o(5, merge=policies.d2o()),
-            "storage mikv2 with policy h2o: a merge folds .* use a policy without a merge",
+            "storage mikv2 with policy h2o: a merge folds .* without a merge",
         ),
         (policies.h2o(5, variant="masked"), "hides or chooses slots of one tier"),
         (CacheSpec(policies.snapkv(5, window=2), HELD["coded"], selection.optimal(3)), "selection=.*one tier"),
