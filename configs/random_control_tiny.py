@@ -4,10 +4,10 @@ Paper: arXiv:2609.03430, which keeps the prompt and evicts generated tokens at r
 better ("the selection signal contributes almost nothing"). Every cache holds the prompt and up to 64 + 15 tokens after
 it, and evicts 16 at once, so that all take the same bytes. Tokens after the prompt are those of a book, by teacher
 forcing.
-Expected, of Great Expectations (perplexity; two CPU cores, jax 0.10.2): full 30.59; rkv 31.60, window 31.83, lazy
-32.00, h2o 32.47, tova 32.52, roco 32.92, triattention 33.34, random 45.68 and 46.95. So all scores of attention that was paid
-are 0.34 to 0.38 nats per token better than chance here, and none is better than a window beyond its interval: the best
-is rkv, by 0.007 (0.000 to 0.014).
+Expected, of Great Expectations (perplexity; two CPU cores, jax 0.10.2): full 30.59; rkv 31.60, window 31.83,
+lazy 32.00, h2o 32.47, tova 32.52, roco 32.92, triattention 33.34, random 45.68 and 46.95. So all scores of attention
+that was paid are 0.34 to 0.38 nats per token better than chance here, and none is better than a window beyond its
+interval: the best is rkv, by 0.007 (0.000 to 0.014).
 Hardware: any CPU; ten minutes on two cores, most of it compilation.
 Command: python -m experiments.run --config=random_control_tiny --config.data.text=FILE
 """
