@@ -98,7 +98,7 @@ def test_objectives_lower_their_losses(config, objective):
         ("objective", "kl", "objective='kl' is unknown; valid: next_token"),
         ("relax", "hard", "valid: st, soft"),
         ("keep.threshold", "high", "keep.threshold='high' is not valid"),
-        ("temperature", 0.0, "must be above 0"),
+        ("temperature", 0.0, "must be greater than 0"),
         ("objective", "answer", "leaves no answer"),
         ("optimizer.warmup_steps", 6, "must be below steps=6"),
     ],
