@@ -77,7 +77,7 @@ def test_a_calibration_is_saved_with_both_axes_and_used_by_each(tmp_path):
     np.testing.assert_array_equal(got.logprobs, inside.logprobs)
     # What only one of the two needs may come from both.
     kvjax.log_likelihood(plain, tokens, spec.policy, **run)
-    with pytest.raises(PolicyError, match=r"reads parameters 'qfilters' .* does not have; make it with kvjax.calibrate"):
+    with pytest.raises(PolicyError, match=r"reads parameters 'qfilters' .* does not have; make it with kvjax"):
         kvjax.log_likelihood(plain, tokens, spec.policy, prompt_length=20)
     with pytest.raises(PolicyError, match=r"reads parameters 'triattention'"):
         kvjax.log_likelihood(plain, tokens, policies.triattention(10), **run)
