@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,18 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
     """
     check(config)
     files(config)
-    folder = Path(config.output)
+    with removed_if_unused(Path(config.output)):
+        return _train(config, command, progress, writers)
+
+
+@contextlib.contextmanager
+def removed_if_unused(folder: Path) -> Iterator[None]:
+    """Removes the folder of a run that ends in an error before its first step, if the run made the folder."""
     made = not folder.exists()
     try:
-        return _train(config, command, progress, writers)
+        yield
     except KvjaxError:
-        # Before the first step: there is nothing to go on from, and the folder would only be in the way.
+        # There is no checkpoint to continue from.
         if made and distributed.is_first() and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise

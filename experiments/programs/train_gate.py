@@ -2,7 +2,6 @@
 
 import functools
 import math
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import orbax.checkpoint as ocp
 import kvjax
 from experiments import fields, results
 from experiments.config import ExperimentConfig, ModelConfig
-from experiments.programs.train import METRICS, Log
+from experiments.programs.train import METRICS, Log, removed_if_unused
 from experiments.programs.tune import INPUTS, State, check_same_past, optimizer_of, run_steps
 from experiments.reports import tables
 from experiments.runs import identity, machine
@@ -26,7 +25,6 @@ from experiments.training.config import files
 from experiments.tuning import gate_config, windows
 from experiments.tuning.gate_config import TrainGateConfig, check
 from kvjax import policies, training
-from kvjax.errors import KvjaxError
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies import Gate, Policy
@@ -58,15 +56,8 @@ def train_gate(
     """
     check(config)
     files(config)
-    folder = Path(config.output)
-    made = not folder.exists()
-    try:
+    with removed_if_unused(Path(config.output)):
         return _train_gate(config, command, progress, writers)
-    except KvjaxError:
-        # Without a checkpoint there is nothing to continue from.
-        if made and distributed.is_first() and not (folder / METRICS).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, writers: Sequence[str]) -> Path:

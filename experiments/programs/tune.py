@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from tqdm.auto import tqdm
 
 from experiments import fields, results, specs
 from experiments.lines import numbered
-from experiments.programs.train import METRICS, Diverged, Log
+from experiments.programs.train import METRICS, Diverged, Log, removed_if_unused
 from experiments.reports.tables import Row
 from experiments.runs import identity, machine
 from experiments.runs.session import Session, calibrated_for, describe
@@ -81,15 +80,8 @@ def tune(config: TuneConfig, *, command: str = "", progress: bool | None = None,
     """
     check(config)
     files(config)
-    folder = Path(config.output)
-    made = not folder.exists()
-    try:
+    with removed_if_unused(Path(config.output)):
         return _tune(config, command, progress, writers)
-    except KvjaxError:
-        # Without a checkpoint there is nothing to continue from.
-        if made and distributed.is_first() and not (folder / METRICS).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _tune(config: TuneConfig, command: str, progress: bool | None, writers: Sequence[str]) -> Path:

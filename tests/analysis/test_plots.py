@@ -86,7 +86,7 @@ def test_figures_can_be_read(name):
 
 def test_every_measure_has_its_figure():
     others = {"plots", "retrieval_heads", "show", "submodular"}
-    # Of these, caches are made.
+    # Functions that choose the budgets, heads or ranks of a cache.
     others |= {"budgets", "density_weights", "divided", "entropy_weights", "head_gates", "passkeys", "replay_scores"}
     others |= {"search_ranks", "shortened", "train_directions"}
     measures = {name for name in analysis.__all__ if name.islower()} - others

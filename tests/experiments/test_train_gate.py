@@ -41,7 +41,7 @@ def config(folder, tmp_path) -> TrainGateConfig:
     )
 
 
-def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(config, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_exactly(config, tmp_path, monkeypatch):
     whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
     train_gate.train_gate(whole, progress=False)
     batch = Windows.batch
@@ -64,7 +64,7 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(config, tmp_path, mon
     assert one.hash == two.hash
     found = result(config)
     assert found == result(whole) and list(found["nats"]) == ["full", "h2o", "random", "learned"]
-    # What was measured is what was saved.
+    # The saved gate has the reported loss.
     model = kvjax.load(config.model.path, dtype="float32")
     held_out = np.frombuffer((Path(config.texts[0]) / "two.txt").read_bytes(), np.uint8).astype(np.int32)
     rows = Windows([], [held_out], [], 0).evaluation(4, 40)

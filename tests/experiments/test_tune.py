@@ -129,7 +129,7 @@ def test_windows_depend_on_the_seed_and_the_step_and_cover_the_texts():
 
 
 @pytest.mark.thorough
-def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(config, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_exactly(config, tmp_path, monkeypatch):
     whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
     tune.tune(whole, progress=False)
     batch = Windows.batch

@@ -37,7 +37,7 @@ def test_it_is_the_minimum(kind, start):
         got = solve(*(jnp.asarray(x, jnp.float32) for x in (matrix, target)), jnp.full(matrix.shape[1], start))
         got = np.asarray(got, np.float64)
         assert (got >= 0).all()
-        # Of columns that are nearly alike, float32 determines only the sum, and the error to rounding times 1e3.
+        # Where columns are nearly equal, float32 determines only the sum of their weights; only the error is compared.
         assert np.linalg.norm(matrix @ got - target) <= missed * (1 + (1e-4 if kind == "alike" else 1e-6))
         if kind != "alike":
             np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-5 * expected.max())

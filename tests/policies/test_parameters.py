@@ -12,6 +12,7 @@ import kvjax
 from kvjax import policies, storage
 from kvjax.cache import CacheSpec
 from kvjax.errors import PolicyError, StorageError
+from kvjax.generation import compiling
 from kvjax.numerics.rope import Rope
 from kvjax.policies.components import KeyFrame
 from kvjax.policies.triattention import standardised
@@ -89,17 +90,21 @@ def test_a_calibration_is_saved_with_both_axes_and_used_by_each(tmp_path):
         kvjax.log_likelihood(plain, tokens, spec, prompt_length=20)
 
 
-def test_arrays_are_data():
-    """Two calibrations share a program, and gradients reach a gate that is added to what it scores."""
+def test_arrays_are_data(monkeypatch):
+    """Two sets of arrays share a program, and keep other slots."""
     model, tokens = tiny().model, random_tokens(1, 24)
-    policy = policies.learned(8, recent=2)
-    with jax.log_compiles(False):
-        first = kvjax.log_likelihood(model, tokens, policy, prompt_length=12)
+    policy = policies.learned(8, recent=3, sinks=2)
+    traces = []
+    monkeypatch.setattr(compiling, "traced", lambda: traces.append(1))
+    first = kvjax.log_likelihood(model, tokens, policy, prompt_length=12)
+    assert traces
+    traces.clear()
     other = jax.tree.map(lambda x: x, model.params)
     for index in range(model.config.num_layers):
         gate = other[f"layer_{index}"]["attention"]["policy"]["linear_gate"]
         gate["kernel"] = -gate["kernel"]
     second = kvjax.log_likelihood(model.__class__(model.config, other), tokens, policy, prompt_length=12)
+    assert not traces
     assert kept(first.state, 0) != kept(second.state, 0)
 
 
