@@ -26,7 +26,7 @@ from experiments.lines import divided
 from experiments.runs import machine
 from experiments.tasks.prompts import NoRoom, make_many
 from experiments.tasks.recall import DIFFICULTY
-from experiments.training import corpus, evaluate
+from experiments.training import checkpoints, corpus, evaluate
 from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_config, files, past, scheduled, stage
 from experiments.training.induction import grown, initial_parameters
 from experiments.training.mixture import Kind, Mixture
@@ -115,11 +115,8 @@ def _train(config: TrainConfig, command: str, progress: bool | None, writers: Se
     mesh = sharding.make_mesh({"data": devices})
     distributed.check_mesh(mesh)
     everywhere, by_row = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data")))
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=2, save_interval_steps=config.checkpoint_every, cleanup_tmp_directories=True
-    )
     results.make_folder(folder)
-    with jax.set_mesh(mesh), ocp.CheckpointManager((folder / "checkpoints").resolve(), options=options) as manager:
+    with jax.set_mesh(mesh), checkpoints.manager(folder, config.checkpoint_every) as manager:
         start = manager.latest_step() or 0
         if start:
             _check_same_past(config, folder, start, scaled=changed)

@@ -21,6 +21,7 @@ from experiments.programs.tune import INPUTS, State, check_same_past, optimizer_
 from experiments.reports import tables
 from experiments.runs import identity, machine
 from experiments.runs.session import Session, describe
+from experiments.training import checkpoints
 from experiments.training.config import files
 from experiments.tuning import gate_config, windows
 from experiments.tuning.gate_config import TrainGateConfig, check
@@ -76,10 +77,7 @@ def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, wr
     objective.check(gate)
     optimizer = optimizer_of(config)
     inputs = {"texts": windows.checksums(config), "model": identity.of_weights(config.model.path)}
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=2, save_interval_steps=config.checkpoint_every, cleanup_tmp_directories=True
-    )
-    with ocp.CheckpointManager((folder / "checkpoints").resolve(), options=options) as manager:
+    with checkpoints.manager(folder, config.checkpoint_every) as manager:
         start = manager.latest_step() or 0
         if start:
             check_same_past(config, folder, start, inputs)

@@ -24,6 +24,7 @@ from experiments.programs.train import METRICS, Diverged, Log, removed_if_unused
 from experiments.reports.tables import Row
 from experiments.runs import identity, machine
 from experiments.runs.session import Session, calibrated_for, describe
+from experiments.training import checkpoints
 from experiments.training.config import files
 from experiments.tuning import evaluate, parameters, report, windows
 from experiments.tuning.config import SPEC, TuneConfig, check, experiment, past
@@ -115,10 +116,7 @@ def _tune(config: TuneConfig, command: str, progress: bool | None, writers: Sequ
 
     step_of = make_step(config, function, optimizer, everywhere)
     inputs = {"texts": windows.checksums(config), "model": identity.of_weights(config.model.path)}
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=2, save_interval_steps=config.checkpoint_every, cleanup_tmp_directories=True
-    )
-    with model.on_mesh(), ocp.CheckpointManager((folder / "checkpoints").resolve(), options=options) as manager:
+    with model.on_mesh(), checkpoints.manager(folder, config.checkpoint_every) as manager:
         start = manager.latest_step() or 0
         if start:
             check_same_past(config, folder, start, inputs)
