@@ -29,7 +29,7 @@ def get_config() -> ExperimentConfig:
     return ExperimentConfig(
         name="random_control_tiny",
         model=ModelConfig(path="kvjax-tiny", dtype="float32"),
-        policy=PolicyConfig(name=f"phases(full, random(every={EVERY}))", budget=64),
+        policy=PolicyConfig(name=f"random_control(every={EVERY})", budget=64),
         baselines=("full", *(f"phases(full, {each})" for each in scores)),
         data=DataConfig(num_sequences=16, prompt_length=128, new_tokens=768),
         repeats=0,

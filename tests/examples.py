@@ -87,11 +87,12 @@ def combined(budget: Any = 0.5) -> dict[str, Policy]:
 
 
 def planned(budget: Any = 0.5, table: tuple[tuple[bool, ...], ...] = HALF) -> dict[str, Policy]:
-    """An example of each plan of heads or layers."""
+    """An example of each plan of heads, layers or phases."""
     return {
         "split_heads": library.split_heads(table, policy("roco", budget), policy("tova", budget)),
         "duo_attention": library.duo_attention(table, sinks=1, recent=2),
         "razor_attention": library.razor_attention(table, budget, sinks=1),
         "split_layers": library.split_layers(policy("roco", budget), library.full(), shares=(1, 1)),
         "longgen": library.longgen(budget, sinks=1),
+        "random_control": library.random_control(budget, every=2),
     }

@@ -8,7 +8,7 @@ from tests import examples
 TABLES = {
     "policies": (examples.POLICIES, policies.POLICIES),
     "combinators": (examples.combined(), policies.COMBINATORS),
-    "plans of heads and layers": (examples.planned(), policies.HEAD_PLANS),
+    "plans of heads, layers and phases": (examples.planned(), policies.HEAD_PLANS),
     "storages": (examples.STORAGES, storage.STORAGES),
     "selections": (examples.SELECTIONS, selection.SELECTIONS),
 }

@@ -56,7 +56,7 @@ from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, SimilarKey
 from kvjax.policies.padded import Padded, padded
 from kvjax.policies.parameters import ModelSizes, Parameters, TextSamples
 from kvjax.policies.patterns import LastColumns, OwnBlock, Strided, Uniform, fixed, random, strided
-from kvjax.policies.phases import AfterPrompt, BeyondPrompt, KeptPrompt, Phases, after_prefill, phases
+from kvjax.policies.phases import AfterPrompt, BeyondPrompt, KeptPrompt, Phases, after_prefill, phases, random_control
 from kvjax.policies.pools import Ends, Fetched, LastFetched, counter, fifo, lru
 from kvjax.policies.prompt_replay import Replay
 from kvjax.policies.qfilters import Projection, QueryDirection, qfilters
@@ -133,13 +133,14 @@ POLICIES: Registry[Policy] = Registry(
 )
 by_name, accepts, names = POLICIES.by_name, POLICIES.accepts, POLICIES.names
 
-#: Policies that differ by head, for a table that belongs to one model (`kvjax.analysis` makes one), or by layer.
+#: Policies that differ by head, for a table that belongs to one model (`kvjax.analysis` makes one), by layer or phase.
 HEAD_PLANS: dict[str, Callable[..., Policy]] = {
     "split_heads": split_heads,
     "duo_attention": duo_attention,
     "razor_attention": razor_attention,
     "split_layers": split_layers,
     "longgen": longgen,
+    "random_control": random_control,
 }
 
 #: Functions from policies to a policy.
@@ -160,26 +161,26 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 __all__ = [
     "COMBINATORS", "D2O", "GATES", "HEAD_PLANS", "MERGES", "POLICIES", "AfterPrompt", "Anchors", "AtMost", "Best",
     "BeyondPrompt", "Budget", "CaM", "ChunkMean", "Compensation", "Cursor", "DecayedMass", "Ends", "Everything",
-    "Evict", "ExpectedAttention", "Fetched", "First", "FirstSlots", "Folded", "Fraction", "FromLayer",
-    "FutureLogit", "Gate", "GateImportance", "GateScore", "Given", "GlobalOrLocal", "GlobalRedundancy",
-    "GlobalScore", "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "Ladder",
-    "LagRelative", "LargestAttention", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage",
-    "LeverageAndMass", "LinearGate", "LowNorm", "Mass", "MatchedAttention", "MeanMass", "Merge", "MlpGate",
-    "ModelSizes", "Newest", "ObservationWindow", "OutputChange", "OutputNorm", "OwnBlock", "Padded", "Parameters",
-    "PerLayer", "Phases", "Policy", "ProjectedShare", "Projection", "PromptEnd", "PromptQueries", "Pyramid",
-    "QkvGate", "QueryDirection", "QueryMoments", "QuerySpread", "Recency", "RecentAttention", "RecentQueries",
-    "Recurrence", "Redundancy", "Replay", "ReplayQueries", "ReplayedAttention", "ReplayedGradient", "Ring",
-    "RoundMemory", "RowMemory", "SampledAttention", "Scope", "Shared", "SharedLast", "SimilarKey", "SinkGate",
-    "Slots", "Split", "SplitLayers", "Strided", "TextFraction", "TextSamples", "TimesAbove", "TimesValueNorm",
-    "Token", "TwoStages", "Uniform", "Union", "Varying", "View", "Weights", "WithSelection", "Written", "accepts",
-    "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv", "compactor",
-    "compensation", "compress", "counter", "critical", "cur", "d2o", "decayed_mass", "duo_attention", "ems",
-    "everything", "evict", "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv", "h2o", "h2o_decay",
-    "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvgrad", "kvmerger", "kvzip", "ladder", "lagkv",
-    "largest_attention", "last", "lazy", "learned", "leverage", "local_only", "longgen", "low_norm", "lru", "mass",
-    "matched", "matched_attention", "mean_attention", "mean_mass", "morphkv", "names", "observation_window_score",
-    "padded", "phases", "protect_any", "protect_first", "protect_newest", "protect_prompt_end", "protect_varying",
-    "pyramidkv", "qfilters", "random", "razor_attention", "recency", "ring", "rkv", "roco", "scissorhands",
-    "shared_last", "snapkv", "split_heads", "split_layers", "streaming_llm", "strided", "times_above", "tova",
-    "triattention", "value_aware", "value_norm", "vase", "vase_dkv", "window", "with_heavy_hitters",
+    "Evict", "ExpectedAttention", "Fetched", "First", "FirstSlots", "Folded", "Fraction", "FromLayer", "FutureLogit",
+    "Gate", "GateImportance", "GateScore", "Given", "GlobalOrLocal", "GlobalRedundancy", "GlobalScore", "Importance",
+    "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "Ladder", "LagRelative", "LargestAttention",
+    "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LeverageAndMass", "LinearGate", "LowNorm",
+    "Mass", "MatchedAttention", "MeanMass", "Merge", "MlpGate", "ModelSizes", "Newest", "ObservationWindow",
+    "OutputChange", "OutputNorm", "OwnBlock", "Padded", "Parameters", "PerLayer", "Phases", "Policy", "ProjectedShare",
+    "Projection", "PromptEnd", "PromptQueries", "Pyramid", "QkvGate", "QueryDirection", "QueryMoments", "QuerySpread",
+    "Recency", "RecentAttention", "RecentQueries", "Recurrence", "Redundancy", "Replay", "ReplayQueries",
+    "ReplayedAttention", "ReplayedGradient", "Ring", "RoundMemory", "RowMemory", "SampledAttention", "Scope", "Shared",
+    "SharedLast", "SimilarKey", "SinkGate", "Slots", "Split", "SplitLayers", "Strided", "TextFraction", "TextSamples",
+    "TimesAbove", "TimesValueNorm", "Token", "TwoStages", "Uniform", "Union", "Varying", "View", "Weights",
+    "WithSelection", "Written", "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote",
+    "chunkkv", "compactor", "compensation", "compress", "counter", "critical", "cur", "d2o", "decayed_mass",
+    "duo_attention", "ems", "everything", "evict", "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv",
+    "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvgrad", "kvmerger", "kvzip",
+    "ladder", "lagkv", "largest_attention", "last", "lazy", "learned", "leverage", "local_only", "longgen", "low_norm",
+    "lru", "mass", "matched", "matched_attention", "mean_attention", "mean_mass", "morphkv", "names",
+    "observation_window_score", "padded", "phases", "protect_any", "protect_first", "protect_newest",
+    "protect_prompt_end", "protect_varying", "pyramidkv", "qfilters", "random", "random_control", "razor_attention",
+    "recency", "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers",
+    "streaming_llm", "strided", "times_above", "tova", "triattention", "value_aware", "value_norm", "vase", "vase_dkv",
+    "window", "with_heavy_hitters",
 ]  # fmt: skip

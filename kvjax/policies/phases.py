@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, Policy, factory
-from kvjax.policies.budget import Budget, Derived
+from kvjax.policies.budget import Budget, BudgetLike, Derived
 from kvjax.policies.components import Importance, Scope, Stats, View
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
+from kvjax.policies.patterns import random
+from kvjax.policies.window import full
 
 Array = jax.Array
 
@@ -237,8 +239,7 @@ def phases(prompt: Policy, decode: Policy) -> Phases:
     """Applies `prompt` to the prompt, and `decode` only to the tokens after it (SCOPE, arXiv:2412.13649).
 
     The two budgets add up: a head holds the slots that `prompt` keeps, and those of the budget of `decode`.
-    ``phases(full(), random(256, every=64))`` keeps the prompt and evicts generated tokens at random, the control of
-    arXiv:2609.03430.
+    `random_control` is an example.
 
     Args:
       prompt: a compressor such as snapkv(budget=256), or full(), which keeps the whole prompt.
@@ -271,3 +272,24 @@ def phases(prompt: Policy, decode: Policy) -> Phases:
         decode, importance=importance, budget=BeyondPrompt(decode.budget), scope=KeptPrompt(decode.scope)
     )
     return Phases(prompt, kept, f"{prompt.name}|{decode.name}")
+
+
+@factory
+def random_control(budget: BudgetLike, *, every: int = 64, seed: int = 0, positions: str = "original") -> Phases:
+    """Keeps the whole prompt and evicts generated tokens at random, the control of arXiv:2609.03430.
+
+    It is ``phases(full(), random(budget, every=every))``. A policy whose scores say more than chance does better, as
+    ``phases(full(), policy(budget, every=every))``, with the same slots.
+
+    Args:
+      budget: slots per KV head for the tokens after the prompt, in addition to the prompt's; a fraction is of the
+        prompt's length.
+      every: the number of slots that are evicted at once; see `evict`.
+      seed: see `random`.
+      positions: see `evict`.
+
+    Raises:
+      PolicyError: an argument that is not valid.
+    """
+    made = phases(full(positions=positions), random(budget, seed=seed, positions=positions, every=every))
+    return dataclasses.replace(made, name="random_control")

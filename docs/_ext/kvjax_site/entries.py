@@ -110,10 +110,10 @@ class Entry:
 
 
 def policy_entries() -> list[Entry]:
-    """Returns the policies: those by name, those of heads and layers, those made of others, and merges."""
+    """Returns the policies: those by name, those of heads, layers and phases, those made of others, and merges."""
     kinds: dict[str, Mapping[str, Callable[..., Any]]] = {
-        "policy": policies.POLICIES, "plan of heads or layers": policies.HEAD_PLANS, "combinator": policies.COMBINATORS,
-        "merge": policies.MERGES,
+        "policy": policies.POLICIES, "plan of heads, layers or phases": policies.HEAD_PLANS,
+        "combinator": policies.COMBINATORS, "merge": policies.MERGES,
     }  # fmt: skip
     return [Entry("policies", kind, name, make) for kind, table in kinds.items() for name, make in table.items()]
 

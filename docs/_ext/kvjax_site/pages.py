@@ -29,8 +29,9 @@ MEASURED = Path("experiments", "measured")
 DIM = 128  # channels of a head, in tables of bytes
 SLOTS = 8192  # of a head, in tables of what selections read
 TITLES = {
-    "policy": "By name", "plan of heads or layers": "By head or layer", "combinator": "Made of other policies",
-    "merge": "Merges, instead of dropping", "storage": "By name", "selection": "By name",
+    "policy": "By name", "plan of heads, layers or phases": "By head, layer or phase",
+    "combinator": "Made of other policies", "merge": "Merges, instead of dropping",
+    "storage": "By name", "selection": "By name",
 }  # fmt: skip
 ABOUT = {
     "policies": """\
