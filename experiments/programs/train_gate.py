@@ -164,6 +164,10 @@ def _objective(config: TrainGateConfig, model: Model, size: int) -> training.Obj
         return training.Distillation(config.capacity)
     if config.objective == gate_config.ANSWER:
         return training.AnswerAttention(config.windows.prompt_length)
+    if config.objective == gate_config.DELAYED:
+        return training.DelayedEviction()
+    if config.objective == gate_config.ADMISSION:
+        return training.Admission(config.sparsity)
     log = config.objective == gate_config.REPLAY
     policy = policies.kvzip(max(size // 2, 1), chunk=CHUNK, plus=log)
     replayer = training.Replayer.of(model, policy, config.rows, size)
@@ -179,10 +183,12 @@ def make_step(
 
     @functools.partial(jax.jit, donate_argnames="state")
     def step(state: State, params: Any, tokens: Array) -> tuple[State, dict[str, Array]]:
-        temperature = config.temperature * jnp.exp(fall * state["step"].astype(jnp.float32))
+        number = state["step"].astype(jnp.float32)
+        key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
+        progress = training.Progress(config.temperature * jnp.exp(fall * number), (number + 1) / config.steps, key)
 
         def loss_of(gates: Any) -> Array:
-            return objective.loss(setup, params, gates, tokens, temperature)
+            return objective.loss(setup, params, gates, tokens, progress)
 
         loss, gradient = jax.value_and_grad(loss_of)(state["trained"])
         # optax multiplies integers by floats, which strict promotion refuses.

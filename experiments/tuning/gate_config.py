@@ -10,17 +10,21 @@ from experiments.tuning.config import EvaluationConfig, TunedModel, TuneOptimize
 from kvjax.arguments import did_you_mean
 from kvjax.errors import ConfigError
 
-LINEAR, MLP, QKV, SINK = "linear", "mlp", "qkv", "sink"  # gates
+LINEAR, MLP, QKV, SINK, CHANNEL = "linear", "mlp", "qkv", "sink", "channel"  # gates
 NEXT_TOKEN, DISTILL, REPLAY, SHARE, ANSWER = "next_token", "distill", "replay", "replay_share", "answer"  # objectives
-GATES, OBJECTIVES = (LINEAR, MLP, QKV, SINK), (NEXT_TOKEN, DISTILL, REPLAY, SHARE, ANSWER)
+DELAYED, ADMISSION = "delayed_eviction", "admission"
+GATES = (LINEAR, MLP, QKV, SINK, CHANNEL)
+OBJECTIVES = (NEXT_TOKEN, DISTILL, REPLAY, SHARE, ANSWER, DELAYED, ADMISSION)
 #: Outputs of gates that an objective needs.
-OUTPUTS = {DISTILL: "log_sigmoid", SHARE: "sigmoid"}
+OUTPUTS = {DISTILL: "log_sigmoid", SHARE: "sigmoid", DELAYED: "sigmoid", ADMISSION: "sigmoid"}
+#: Thresholds of objectives that train for one, unless another is given.
+THRESHOLDS = {DELAYED: 0.5, ADMISSION: 0.1}
 
 
 @dataclasses.dataclass
 class GateConfig:
     """Attributes:
-    kind: linear, mlp, qkv or sink; see docs/policies.md.
+    kind: linear, mlp, qkv, sink or channel; see docs/policies.md.
     width: the number of features of the hidden layer, or of a sink gate's queries; none = the gate's default.
     output: none, sigmoid or log_sigmoid; auto = what the objective needs.
     """
@@ -36,7 +40,8 @@ class KeepConfig:
     budget: slots per KV head, or a fraction of each prompt, with a decimal point.
     recent: the number of newest positions that are protected.
     sinks: the number of first positions that are protected.
-    threshold: slots of lower scores are evicted even if the head is within its budget; none = no threshold.
+    threshold: slots of lower scores are evicted even if the head is within its budget; none = no threshold, but 0.5
+      for delayed_eviction and 0.1 for admission.
     every: the number of slots that are evicted at once.
     """
 
@@ -54,12 +59,13 @@ class TrainGateConfig:
     model: the model, which is not trained.
     gate: scores the tokens.
     keep: the slots that the policy learned keeps.
-    objective: next_token (the loss under the budget), replay (KVzap), replay_share (Fast KVzip), distill (TRIM-KV) or
-      answer (Locret).
+    objective: next_token (the loss under the budget), replay (KVzap), replay_share (Fast KVzip), distill (TRIM-KV),
+      answer (Locret), delayed_eviction (DMS) or admission (WG-KV).
     relax: how gradients of next_token reach scores, st (straight through) or soft (soft gates).
     temperature: the temperature of soft gates at the first step.
     last_temperature: the temperature of soft gates at the last step, reached geometrically.
     capacity: the weight of distill's penalty on slots beyond the budget.
+    sparsity: the weight of admission's penalty on tokens that are admitted.
     texts: text files, folders of text files or glob patterns.
     held_out: the file names of texts that are used for evaluation only; none = the last tenth of each text.
     windows: the windows of the texts; the objective answer takes the new_tokens of a training window as the answer.
@@ -83,6 +89,7 @@ class TrainGateConfig:
     temperature: Number = 0.5
     last_temperature: Number = 0.5
     capacity: Number = 1.0
+    sparsity: Number = 0.04
     texts: Names = ()
     held_out: Names = ()
     windows: WindowConfig = dataclasses.field(default_factory=lambda: WindowConfig(prompt_length=256))
@@ -111,8 +118,8 @@ def check(config: TrainGateConfig) -> None:
     ):
         if given not in valid:
             raise ConfigError(f"{name}={given!r} is unknown; {did_you_mean(given, valid)}valid: {', '.join(valid)}.")
-    if config.gate.kind == LINEAR and config.gate.width is not None:
-        raise ConfigError(f"gate.width={config.gate.width}: a linear gate has no width; leave it out.")
+    if config.gate.kind in (LINEAR, CHANNEL) and config.gate.width is not None:
+        raise ConfigError(f"gate.width={config.gate.width}: a {config.gate.kind} gate has no width; leave it out.")
     if config.optimizer.warmup_steps >= config.steps:
         raise ConfigError(f"optimizer.warmup_steps={config.optimizer.warmup_steps} must be below steps={config.steps}.")
     if not config.optimizer.clip:
@@ -134,6 +141,6 @@ def threshold(config: TrainGateConfig) -> float | None:
     """
     given = config.keep.threshold
     try:
-        return None if given is None else float(given)
+        return THRESHOLDS.get(config.objective) if given is None else float(given)
     except ValueError:
         raise ConfigError(f"keep.threshold={given!r} is not valid; give a number, or none.") from None

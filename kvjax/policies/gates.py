@@ -200,8 +200,54 @@ class SinkGate(Gate):
         return jnp.mean(1 / (1 + jnp.sum(jnp.exp(others - own[..., None]), axis=4)), axis=2)
 
 
+@dataclasses.dataclass(frozen=True)
+class ChannelGate(Gate):
+    """A feature of the first query of each KV head, or of its key, times a weight (DMS, arXiv:2506.05345).
+
+    The model computes the feature in any case. DMS trains the model so that the feature is the logit of a token's
+    eviction, which does not enter attention; the weight is -1 before training. Under a model that is constant, the
+    feature remains a part of attention.
+
+    Arrays of a layer: ``weight`` [K], ``bias`` [K].
+
+    Attributes:
+      source: ``query`` or ``key``, before rotation.
+      channel: the index of the feature.
+    """
+
+    source: str = "query"
+    channel: int = 0
+    name = "channel_gate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choice_argument("source", self.source, ("query", "key"))
+        object.__setattr__(self, "channel", count_argument("channel", self.channel))
+
+    def parts(self, sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
+        if self.channel >= sizes.dim:
+            raise PolicyError(
+                f"channel={self.channel} is not valid: a head has {sizes.dim} features; give 0 to {sizes.dim - 1}."
+            )
+        return {"weight": (sizes.kv_heads,), "bias": (sizes.kv_heads,)}
+
+    def initial(self, key: Array, sizes: ModelSizes) -> dict[str, Array]:
+        return {
+            part: jnp.full(shape, -1.0 if part == "weight" else 0.0, jnp.float32)
+            for part, shape in self.parts(sizes).items()
+        }
+
+    def raw(self, params: Parts, token: Token) -> Array:
+        # [B, K, n, D]
+        found = token.query[:, :, 0] if self.source == "query" else token.key
+        feature = found[..., self.channel].astype(jnp.float32)
+        return params["weight"][:, None] * feature + params["bias"][:, None]
+
+
 #: Gates by their names in text specs such as ``learned(gate=mlp(width=64))``.
-GATES: dict[str, Callable[..., Gate]] = {"linear": LinearGate, "mlp": MlpGate, "qkv": QkvGate, "sink": SinkGate}
+GATES: dict[str, Callable[..., Gate]] = {
+    "linear": LinearGate, "mlp": MlpGate, "qkv": QkvGate, "sink": SinkGate, "channel": ChannelGate,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

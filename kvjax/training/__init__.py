@@ -5,7 +5,8 @@ text sees. `gated_weights` returns attention weights whose gradients reach the s
 uses them in a model.
 
 Objectives are losses of the gates of a `Setup`: `NextToken`, `Distillation` (TRIM-KV), `ReplayedScore` (KVzap and
-Fast KVzip; `Replayer` computes its targets) and `AnswerAttention` (Locret). `calibration_of` makes a calibration of
+Fast KVzip; `Replayer` computes its targets), `AnswerAttention` (Locret), and for gates with a threshold
+`DelayedEviction` (DMS) and `Admission` (WG-KV). `calibration_of` makes a calibration of
 trained gates, which `kvjax.policies.learned` takes. `train_gate` trains a gate on tokens, and ``python -m
 experiments.train_gate`` on text files.
 """
@@ -15,17 +16,23 @@ from kvjax.training.objectives import (
     AnswerAttention,
     Distillation,
     NextToken,
-    Objective,
     ReplayedScore,
-    Setup,
-    calibration_of,
 )
 from kvjax.training.replayed import Replayer
-from kvjax.training.retention import Retention, decayed_weights, gated_weights, soft_gates, visible
+from kvjax.training.retention import (
+    Retention,
+    decayed_weights,
+    gated_weights,
+    masked_weights,
+    soft_gates,
+    visible,
+)
+from kvjax.training.setup import Objective, Progress, Setup, calibration_of
+from kvjax.training.thresholds import Admission, DelayedEviction
 from kvjax.training.train import TrainedGate, train_gate
 
 __all__ = [
-    "AnswerAttention", "Distillation", "GatedAttention", "NextToken", "Objective", "ReplayedScore", "Replayer",
-    "Retention", "Setup", "TrainedGate", "calibration_of", "decayed_weights", "gated_weights", "soft_gates",
-    "train_gate", "visible",
+    "Admission", "AnswerAttention", "DelayedEviction", "Distillation", "GatedAttention", "NextToken", "Objective",
+    "Progress", "ReplayedScore", "Replayer", "Retention", "Setup", "TrainedGate", "calibration_of", "decayed_weights",
+    "gated_weights", "masked_weights", "soft_gates", "train_gate", "visible",
 ]  # fmt: skip

@@ -12,11 +12,11 @@ from kvjax.numerics.soft_cap import soft_capped
 from kvjax.policies.gates import Gate
 from kvjax.policies.parameters import Parts
 from kvjax.policies.written import Token
-from kvjax.training.retention import Retention, decayed_weights, gated_weights
+from kvjax.training.retention import Retention, decayed_weights, gated_weights, masked_weights
 
 Array = jax.Array
 HIGHEST = jax.lax.Precision.HIGHEST
-DECAY = "decay"
+DECAY, MASK = "decay", "mask"
 
 
 class GatedAttention(flax.struct.PyTreeNode):
@@ -24,16 +24,19 @@ class GatedAttention(flax.struct.PyTreeNode):
 
     Attributes:
       params: the layer's parameters of the gate, [K or 1, ...] each; see `kvjax.policies.Gate`.
-      temperature: [] float32, the temperature of soft gates; see `kvjax.training.soft_gates`.
+      temperature: [] float32 or a number, the temperature of soft gates; see `kvjax.training.soft_gates`.
+      noise: [B, K, n] float32, added to the scores before their output function, under ``mask``; None = 0.
       gate: scores the tokens.
       retention: the slots that stay.
-      relax: ``st`` or ``soft``, see `kvjax.training.gated_weights`; ``decay``: see `kvjax.training.decayed_weights`.
+      relax: ``st`` or ``soft``, see `kvjax.training.gated_weights`; ``decay``, see `kvjax.training.decayed_weights`; or
+        ``mask``, see `kvjax.training.masked_weights`, for gates of output ``sigmoid``.
     """
 
     params: Parts
-    temperature: Array
-    gate: Gate = flax.struct.field(pytree_node=False)
-    retention: Retention = flax.struct.field(pytree_node=False)
+    temperature: Array | float
+    noise: Array | None = None
+    gate: Gate = flax.struct.field(pytree_node=False, kw_only=True)
+    retention: Retention = flax.struct.field(pytree_node=False, kw_only=True)
     relax: str = flax.struct.field(pytree_node=False, default="st")
 
     def blend(self, output: Array, query: Array, key: Array, value: Array, block: Block, args: LayerArgs) -> Array:
@@ -58,7 +61,8 @@ class GatedAttention(flax.struct.PyTreeNode):
                 "slots are evicted too; train on texts of at most that length."
             )
         # [B, K, 1, n]
-        score = scores(self.gate, self.params, LayerInputs(args.hidden, query, key, value), block.position)[:, :, None]
+        inputs, raw = LayerInputs(args.hidden, query, key, value), self.relax == MASK
+        score = scores(self.gate, self.params, inputs, block.position, raw=raw)[:, :, None]
         if args.rope is not None:
             frequencies = args.rope.frequencies(block.total)
             query, key = (args.rope.rotate(x, block.position, frequencies) for x in (query, key))
@@ -71,13 +75,16 @@ class GatedAttention(flax.struct.PyTreeNode):
         # Tokens are in order, and padding is at the end: no real query sees it.
         if self.relax == DECAY:
             weights = decayed_weights(logits, score)
+        elif self.relax == MASK:
+            noise = 0.0 if self.noise is None else self.noise[:, :, None]
+            weights = masked_weights(logits, jax.nn.log_sigmoid((score + noise) / self.temperature), self.retention)
         else:
             weights = gated_weights(logits, score, self.retention, temperature=self.temperature, relax=self.relax)
         made = jnp.einsum("bkgtj,bkjd->bkgtd", weights, value, precision=HIGHEST)
         return made.reshape(output.shape).astype(output.dtype)
 
 
-def scores(gate: Gate, params: Parts, inputs: LayerInputs, position: Array) -> Array:
+def scores(gate: Gate, params: Parts, inputs: LayerInputs, position: Array, *, raw: bool = False) -> Array:
     """Returns the scores of all tokens of a text, [B, K, n] float32.
 
     Args:
@@ -85,8 +92,10 @@ def scores(gate: Gate, params: Parts, inputs: LayerInputs, position: Array) -> A
       params: of the layer.
       inputs: of the layer's attention.
       position: [B, n] int32, -1 = padding.
+      raw: whether the scores are those before the output function of the gate.
     """
     batch, kv_heads, n, dim = inputs.key.shape
     query = inputs.query.reshape(batch, kv_heads, -1, n, dim)
     # Gates do not read the output of attention.
-    return gate(params, Token(inputs.hidden, query, inputs.key, inputs.value, query, position, None))
+    token = Token(inputs.hidden, query, inputs.key, inputs.value, query, position, None)
+    return gate.raw(params, token) if raw else gate(params, token)

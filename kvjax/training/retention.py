@@ -175,6 +175,32 @@ def decayed_weights(logits: Array, score: Array) -> Array:
     return jax.nn.softmax(jnp.where(seen, logits + ages(n) * score[..., None, :], SMALLEST), axis=-1)
 
 
+def masked_weights(logits: Array, log_keep: Array, retention: Retention) -> Array:
+    """Returns attention weights to tokens that each stay with some probability, [..., n, n] float32.
+
+    The weights are the softmax of logit + log p, with p of the token, for slots that a threshold may have evicted
+    before the query; see `may_evict`. The logits of other slots are unchanged (DMS, arXiv:2506.05345).
+
+    Args:
+      logits: [..., n, n] float32, query × slot.
+      log_keep: [..., n] float32 of at most 0, log p, whose leading axes are broadcast against those of `logits`.
+      retention: the protected positions.
+    """
+    n = log_keep.shape[-1]
+    masked = logits + jnp.where(may_evict(n, retention), log_keep[..., None, :], 0.0)
+    return jax.nn.softmax(jnp.where(np.tri(n, dtype=bool), masked, SMALLEST), axis=-1)
+
+
+def may_evict(n: int, retention: Retention) -> np.ndarray:
+    """Returns the slots that a threshold may have evicted before each query, [n, n] bool, query × slot.
+
+    A slot is protected while it is among the newest `recent` after a step, so that query t sees the tokens from
+    t - recent on.
+    """
+    at = np.arange(n)
+    return (at >= retention.sinks) & (at <= at[:, None] - 1 - retention.recent)
+
+
 def ages(n: int) -> np.ndarray:
     """Returns the age of each token at each query, [n, n] float32, query × token; 0 for later tokens."""
     at = np.arange(n, dtype=np.float32)

@@ -17,8 +17,9 @@ from kvjax.parallel.sharding import Params
 from kvjax.policies.gates import Gate
 from kvjax.storage.calibration import Calibration
 from kvjax.summary import one_line
-from kvjax.training.objectives import NextToken, Objective, Setup, calibration_of
+from kvjax.training.objectives import NextToken
 from kvjax.training.retention import Retention
+from kvjax.training.setup import Objective, Progress, Setup, calibration_of
 
 Array = jax.Array
 CLIP = 1.0  # the largest global norm of a gradient
@@ -66,7 +67,7 @@ def train_gate(
       rows: the number of texts of each step's batch; steps go through all texts in turn.
       rate: the learning rate of the first step.
       temperature: the temperature of soft gates; see `soft_gates`.
-      seed: the random seed of the initial parameters.
+      seed: the random seed of the initial parameters, and of the noise of an objective.
 
     Raises:
       InputError: tokens that do not fit the model.
@@ -93,10 +94,12 @@ def train_gate(
     )
 
     @jax.jit
-    def step(params: Params, gates: Any, memory: optax.OptState, ids: Array) -> tuple[Any, optax.OptState, Array]:
-        loss, slope = jax.value_and_grad(
-            lambda gates: objective.loss(setup, params, gates, ids, jnp.float32(temperature))
-        )(gates)
+    def step(
+        params: Params, gates: Any, memory: optax.OptState, ids: Array, number: Array
+    ) -> tuple[Any, optax.OptState, Array]:
+        part = (number + 1).astype(jnp.float32) / steps
+        progress = Progress(jnp.float32(temperature), part, jax.random.fold_in(jax.random.key(seed + 1), number))
+        loss, slope = jax.value_and_grad(lambda gates: objective.loss(setup, params, gates, ids, progress))(gates)
         # optax multiplies integers by floats, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             change, memory = optimizer.update(slope, memory, gates)
@@ -107,6 +110,6 @@ def train_gate(
         memory, losses = optimizer.init(gates), []
         for number in range(steps):
             own = (number * rows + np.arange(rows)) % len(texts)
-            gates, memory, loss = step(model.params, gates, memory, model.place(texts[own]))
+            gates, memory, loss = step(model.params, gates, memory, model.place(texts[own]), jnp.int32(number))
             losses.append(loss)
         return TrainedGate(calibration_of(model, gate, gates), np.asarray(losses, np.float32))

@@ -131,8 +131,14 @@ def test_a_split_of_heads_takes_its_own_rows():
 
 @pytest.mark.parametrize(
     "gate",
-    [policies.MlpGate(5, output="log_sigmoid"), policies.QkvGate(6), policies.SinkGate(3, 4)],
-    ids=lambda gate: gate.name,
+    [
+        policies.MlpGate(5, output="log_sigmoid"),
+        policies.QkvGate(6),
+        policies.SinkGate(3, 4),
+        policies.ChannelGate("query", 2),
+        policies.ChannelGate("key", 3, output="sigmoid"),
+    ],
+    ids=str,
 )
 def test_gates(gate):
     """Against the formulas in float64."""
@@ -148,7 +154,12 @@ def test_gates(gate):
     got = gate({part: jnp.asarray(x, jnp.float32) for part, x in params.items()}, token)
     for t in range(n):
         for head in range(2):
-            if isinstance(gate, policies.SinkGate):
+            if isinstance(gate, policies.ChannelGate):
+                x = query[0, head, 0, t, 2] if gate.source == "query" else key[0, head, t, 3]
+                expected = params["weight"][head] * x + params["bias"][head]
+                if gate.output == "sigmoid":
+                    expected = 1 / (1 + np.exp(-expected))
+            elif isinstance(gate, policies.SinkGate):
                 expected = _sink_gate(params, hidden[0, t], head, gate.width)
             else:
                 x = hidden[0, t]

@@ -21,22 +21,31 @@ TOKENS, LENGTHS = random_tokens(2, 30, seed=3), np.array([30, 19], np.int32)
 
 
 def logits_of(model, gates, relax, retention, gate, temperature=0.5):
-    own = [GatedAttention(each, jnp.float32(temperature), gate, retention, relax) for each in gates]
+    own = [
+        GatedAttention(each, jnp.float32(temperature), gate=gate, retention=retention, relax=relax) for each in gates
+    ]
     given = (jnp.asarray(TOKENS), jnp.asarray(LENGTHS))
     hidden = hidden_states(model.params, own, *given, config=model.config)
     return jax.nn.log_softmax(Decoder(model.config).apply({"params": model.params}, hidden, method="logits"))
 
 
 @pytest.mark.parametrize(
-    "retention",
-    [Retention(8, recent=3, sinks=1), Retention(7, recent=2, every=4), Retention(12, recent=4, threshold=0.2)],
+    ("retention", "relax"),
+    [
+        (Retention(8, recent=3, sinks=1), "st"),
+        (Retention(7, recent=2, every=4), "st"),
+        (Retention(12, recent=4, threshold=0.2), "st"),
+        (Retention(30, recent=4, sinks=1, threshold=0.5), "mask"),
+    ],
     ids=str,
 )
-def test_it_is_the_cache(retention):
+def test_it_is_the_cache(retention, relax):
     """The scores of later layers follow from what earlier ones evict."""
-    model, gate = tiny(layers=3).model, policies.LinearGate()
+    model, gate = tiny(layers=3).model, policies.LinearGate(output="sigmoid" if relax == "mask" else "none")
     gates = [model.params[f"layer_{index}"]["attention"][POLICY][gate.name] for index in range(3)]
-    got = np.asarray(jax.jit(functools.partial(logits_of, model, relax="st", retention=retention, gate=gate))(gates))
+    # A temperature near 0 makes probabilities 0 or 1.
+    own = functools.partial(logits_of, model, relax=relax, retention=retention, gate=gate, temperature=1e-5)
+    got = np.asarray(jax.jit(own)(gates))
     expected = kvjax.log_likelihood(model, TOKENS, retention.policy(gate), prompt_length=1, lengths=LENGTHS)
     for row, length in enumerate(LENGTHS):
         own = got[row, np.arange(length - 1), TOKENS[row, 1:length]]
@@ -45,10 +54,11 @@ def test_it_is_the_cache(retention):
     assert np.abs(full.logprobs - expected.logprobs).max() > 1e-2
 
 
-@pytest.mark.parametrize("relax", ["soft", "decay"])
+@pytest.mark.parametrize("relax", ["soft", "decay", "mask"])
 def test_gradients_of_relaxations(relax):
     """Against a difference along a random direction."""
-    model, gate = tiny(layers=3).model, policies.MlpGate(4, output="log_sigmoid")
+    model = tiny(layers=3).model
+    gate = policies.MlpGate(4, output="sigmoid" if relax == "mask" else "log_sigmoid")
     keys = jax.random.split(jax.random.key(0), 3)
     gates = [gate.initial(key, model_sizes(model.config)) for key in keys]
 

@@ -7,12 +7,13 @@ import pytest
 
 import kvjax
 from kvjax import policies, training
+from kvjax.analysis.gates import run_text
 from kvjax.errors import PolicyError
 from kvjax.generation.prefill import prefill
 from tests.tiny import kept, random_tokens, tiny
 
 TOKENS = random_tokens(2, 24, seed=4)
-TEMPERATURE = jnp.float32(0.5)
+PROGRESS = training.Progress(jnp.float32(0.5), jnp.float32(0.25), jax.random.key(7))
 
 
 def made(gate, slots=8):
@@ -23,13 +24,13 @@ def made(gate, slots=8):
 
 def loss(objective, model, setup, gates):
     tokens = jnp.asarray(TOKENS)
-    return jax.jit(lambda gates: objective.loss(setup, model.params, gates, tokens, TEMPERATURE))(gates)
+    return jax.jit(lambda gates: objective.loss(setup, model.params, gates, tokens, PROGRESS))(gates)
 
 
 def layer_inputs(model):
     """The inputs of each layer's attention, and the attention [B, K, G, T, T] in float64."""
     lengths = jnp.full(2, TOKENS.shape[1], jnp.int32)
-    _, inputs = training.objectives.run_text(model.params, None, jnp.asarray(TOKENS), lengths, config=model.config)
+    _, inputs = run_text(model.params, None, jnp.asarray(TOKENS), lengths, config=model.config)
     return inputs
 
 
@@ -98,6 +99,41 @@ def test_distillation():
     assert float(with_capacity - without) == pytest.approx(held, rel=1e-4) and float(without) > 0.01
     with pytest.raises(PolicyError, match="must return log β"):
         training.Distillation().check(policies.MlpGate())
+
+
+def constant(gates, bias):
+    return [{"kernel": 0 * each["kernel"], "bias": 0 * each["bias"] + bias} for each in gates]
+
+
+def test_delayed_evictions():
+    """Samples of evictions at one logit: the target rises to a quarter of the way in the number of slots."""
+    gate = policies.LinearGate(output="sigmoid")
+    model, setup, gates = made(gate)
+    keys = jax.random.split(PROGRESS.key, len(gates))
+    noise = np.stack([np.asarray(jax.random.logistic(key, (2, 2, 24)), np.float64) for key in keys])
+    alpha = np.mean(1 / (1 + np.exp((0.3 + noise) / 0.5)))
+    some, none = (
+        float(loss(training.DelayedEviction(target), model, setup, constant(gates, 0.3))) for target in (0.9, 0.0)
+    )
+    # 10 times fewer slots at the end
+    target = 1 - 1 / (1 + 0.25 * 9)
+    assert some - none == pytest.approx(target - alpha, abs=1e-5) and none > 1e-3
+    # Nothing goes, and a third of the tokens stays at the end.
+    got = float(loss(training.DelayedEviction(), model, setup, constant(gates, 60.0)))
+    assert got == pytest.approx(1 - 1 / (1 + 0.25 * 2), abs=1e-5)
+    with pytest.raises(PolicyError, match="give output='sigmoid'"):
+        training.DelayedEviction().check(policies.LinearGate())
+
+
+def test_admission():
+    """Costs of tokens that all have one score, and no error where all are admitted."""
+    gate = policies.LinearGate(output="sigmoid")
+    model, setup, gates = made(gate)
+    some, none = (float(loss(training.Admission(weight), model, setup, constant(gates, -1.0))) for weight in (0.5, 0.0))
+    share, score = [min(3 / (24 - t), 1) for t in range(24)], 1 / (1 + np.exp(1.0))
+    assert some - none == pytest.approx(0.5 * np.mean([o + (1 - o) * (1 - (score - 1) ** 2) for o in share]), rel=1e-4)
+    assert none > 1e-4
+    assert float(loss(training.Admission(0.04), model, setup, constant(gates, 60.0))) == pytest.approx(0.04, abs=1e-5)
 
 
 def test_answers():

@@ -164,6 +164,19 @@ def test_decay():
         assert not np.any(got[t, t + 1 :])
 
 
+def test_masks():
+    """The logits of tokens that have left the newest positions get the logarithm of their probability."""
+    logits = np.random.default_rng(3).normal(size=(9, 9))
+    keep = np.random.default_rng(4).uniform(size=9)
+    given = jnp.asarray(logits, jnp.float32), jnp.log(jnp.asarray(keep, jnp.float32))
+    got = training.masked_weights(*given, Retention(9, recent=3, sinks=1))
+    for t in range(9):
+        factor = [1.0 if j < 1 or t - j <= 3 else keep[j] for j in range(t + 1)]
+        weights = factor * np.exp(logits[t, : t + 1])
+        np.testing.assert_allclose(got[t, : t + 1], weights / weights.sum(), atol=1e-6)
+        assert not np.any(got[t, t + 1 :])
+
+
 @pytest.mark.parametrize(
     ("make", "error"),
     [
