@@ -27,6 +27,7 @@ from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, Layer
 from kvjax.cache.step.interface import LayerArgs
+from kvjax.cache.step.layer_shares import shared_by_layers
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.prompt_replay import evict_prompt
 from kvjax.generation import compiling, prompt_reuse, prompt_store
@@ -378,7 +379,8 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
       config: the decoder.
       params: of the decoder.
     """
-
+    if layout.shares_layers:
+        kv = shared_by_layers(kv, layout.prompt)
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
     def one(index: int, layer: Layer, own_parts: tuple[tuple[PyTree, ...], PyTree, Array]) -> Layer:

@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import PolicyError
 from kvjax.numerics.top_k import largest
-from kvjax.policies.budget import Budget, Derived, Fraction, Slots, TextFraction, as_budget, exact, single
+from kvjax.policies.budget import MAX_SLOTS, Budget, Derived, Fraction, Slots, TextFraction, as_budget, exact, single
 
 if TYPE_CHECKING:
     from kvjax.policies.base import Evict
@@ -95,18 +95,22 @@ def _largest_pyramid(budget: Pyramid, prompt_lengths: range, num_layers: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class Shared(Derived):
-    """A layer's heads share their slots by need (AdaKV, arXiv:2407.11550, Algorithm 1).
+    """A layer's heads, or those of all layers, share their slots by need (AdaKV, arXiv:2407.11550, Algorithm 1).
 
-    Every head keeps its own best ⌊safeguard·(b - w)⌋ slots beyond the protected window of w; the rest of the layer's
-    K·(b - w) slots go to the largest importances over all heads, of equal ones to the lower head, then the newer slot.
+    Every head keeps its own best ⌊safeguard·(b - w)⌋ slots beyond the protected window of w; the rest of the heads'
+    Σ (b - w) slots go to the largest importances over all of them, of equal ones to the lower layer, then the lower
+    head, then the newer slot.
 
     Which head gets many slots is known when a prompt ends, and arrays are allocated before: they have room for the most
-    slots that any head may get, in every head. `max_share` limits these; the paper has no such limit.
+    slots that any head may get, in every head. `max_share` limits these; the papers have no such limit. Slots that a
+    head does not get because of it go to others.
 
     Attributes:
       average: the budget of the average head.
       safeguard: the share of each head's slots that other heads cannot take, 0 to 1.
       max_share: no head gets more than ⌊max_share·(b - w)⌋ slots beyond the window; at least 1. None = without limit.
+      layers: whether the heads of all layers share their slots (KVzip, arXiv:2505.23416), which the scores of a replay
+        allow: they are known before any layer evicts.
 
     Raises:
       PolicyError: an attribute that is not valid.
@@ -115,6 +119,7 @@ class Shared(Derived):
     average: Budget
     safeguard: float
     max_share: float | None = None
+    layers: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.average, Budget):
@@ -127,6 +132,8 @@ class Shared(Derived):
             object.__setattr__(
                 self, "max_share", number_argument("max_share", self.max_share, minimum=1.0, maximum=MAX_SHARE)
             )
+        if not isinstance(self.layers, bool):
+            raise PolicyError(f"layers={self.layers!r} is not valid; give True or False.")
 
     @property
     def base(self) -> Budget:
@@ -136,52 +143,80 @@ class Shared(Derived):
     def shared(self) -> bool:
         return True
 
+    @property
+    def over_layers(self) -> bool:
+        return self.layers
+
     def own(self, room: Number) -> Number:
         """Returns ⌊safeguard·room⌋ for a number or an array of integers."""
         share = exact(self.safeguard)
         return room * share.numerator // share.denominator
 
-    def largest_share(self, room: Number, kv_heads: int) -> Number:
-        """Returns the most slots beyond the window that a head can get, for a number or an array of integers."""
-        own = self.own(room)
-        share = own + kv_heads * (room - own)
+    def largest_share(self, room: Number, rest: Number) -> Number:
+        """Returns the most slots beyond the window that a head can get, for numbers or arrays of integers.
+
+        Args:
+          room: the slots of an average head beyond the window.
+          rest: the slots that all heads share.
+        """
+        share = self.own(room) + rest
         if self.max_share is None:
             return share
         times = exact(self.max_share)
         limit = room * times.numerator // times.denominator
         return min(share, limit) if isinstance(room, int) else jnp.minimum(share, limit)
 
-    def kept(self, policy: Evict, stats: Stats, view: View) -> Array:
-        """Marks the slots that stay, [B, K, S] bool."""
-        batch, kv_heads, size = view.position.shape
-        protected = view.live & policy.scope.protected(stats, view)
-        # [B, 1, 1]: slots of a head beyond the window
-        room = view.budget[:, None, None] - jnp.sum(protected, axis=2, keepdims=True, dtype=jnp.int32)[:, :1]
+    def divided(self, score: Array, protected: Array, position: Array, budget: Array, prompt: Array) -> Array:
+        """Marks the slots that stay of heads that share their slots, [B, N, S] bool.
+
+        Args:
+          score: [B, N, S] float32; the N heads are in the order in which they win ties.
+          protected: [B, N, S] bool, the slots that are not shared.
+          position: [B, N, S] int32, -1 = empty.
+          budget: [B, N or 1] int32, the slots of an average head.
+          prompt: [B] int32 tokens of each row's prompt. A head whose budget is as large keeps everything.
+        """
+        batch, heads, size = position.shape
+        live = position >= 0
+        # [B, N, 1]: whether all slots stay, and the slots beyond the window
+        short = jnp.broadcast_to((prompt[:, None] <= budget)[..., None], (batch, heads, 1))
+        room = budget[..., None] - jnp.sum(live & protected, axis=2, keepdims=True, dtype=jnp.int32)
         own = self.own(room)
-        score = policy.importance.score(stats, view)
-        safe = largest(score, jnp.where(protected, -1, view.position), own)
+        open_position = jnp.where(protected, -1, position)
+        safe = largest(score, open_position, own)
+        # [B, 1]
+        rest = jnp.sum(jnp.where(short, 0, room - own), axis=1)
         # What a head holds of the others' slots is the best of its own.
-        share = self.largest_share(room, kv_heads)
-        open_to = (
-            view.live if self.max_share is None else largest(score, jnp.where(protected, -1, view.position), share)
-        )
+        share = self.largest_share(room, rest[:, None])
+        open_to = live if self.max_share is None else largest(score, open_position, share)
         # The lower head wins ties, then the newer slot: the heads are joined to one row in that order.
-        head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-        order = jnp.where(protected | safe | ~open_to, -1, view.position + (kv_heads - 1 - head) * size)
-        rest = largest(score.reshape(batch, -1), order.reshape(batch, -1), (kv_heads * (room - own))[:, 0])
-        # A prompt within the budget is left alone.
-        short = (view.prompt <= view.budget)[:, None, None]
-        return view.live & (protected | safe | rest.reshape(view.position.shape) | short)
+        head = jnp.arange(heads, dtype=jnp.int32)[:, None]
+        order = jnp.where(protected | safe | ~open_to | short, -1, position + (heads - 1 - head) * size)
+        taken = largest(score.reshape(batch, -1), order.reshape(batch, -1), rest)
+        return live & (protected | safe | taken.reshape(position.shape) | short)
+
+    def kept(self, policy: Evict, stats: Stats, view: View) -> Array:
+        """Marks the slots that stay of the heads of a layer, [B, K, S] bool."""
+        score, protected = policy.importance.score(stats, view), policy.scope.protected(stats, view)
+        return self.divided(score, protected, view.position, view.budget[:, None], view.prompt)
 
     def limit(self, policy: Evict, stats: Stats, view: View) -> Array:
+        if self.layers:
+            # Of each head, from the ranking of all layers; see `kvjax.cache.step.layer_shares`.
+            return view.budget.reshape(view.budget.shape[0], -1, 1)
         return jnp.sum(self.kept(policy, stats, view), axis=2, keepdims=True, dtype=jnp.int32)
 
     def rank(self, policy: Evict, stats: Stats, view: View) -> Array:
+        if self.layers:
+            return policy.rank(stats, view)
         return jnp.where(self.kept(policy, stats, view), jnp.inf, 0.0)
 
     def widest(self, policy: Evict, slots: int, kv_heads: int) -> int:
         window = min(policy.scope.count(slots), slots)  # A prompt shorter than the window is left alone.
-        return window + int(self.largest_share(slots - window, kv_heads))
+        room = slots - window
+        # Layers may have different budgets, so that what the others share is not known here.
+        rest = MAX_SLOTS if self.layers else kv_heads * (room - self.own(room))
+        return window + int(self.largest_share(room, rest))
 
     def traced(self) -> Budget:
         return dataclasses.replace(self, average=self.average.traced())

@@ -136,6 +136,12 @@ class Evict(Policy):
                 "its importance comes from a replay of the prompt, which takes place once, when the prompt ends; make "
                 "a compressor of it, with kvjax.policies.compress."
             )
+        over_layers = self.budget is not None and self.budget.over_layers
+        if over_layers and (self.replay is None or self.merge is not None or self._needs or self.reads):
+            raise PolicyError(
+                "slots that all layers share are ranked by the scores of a replay alone, before any layer evicts; give "
+                "adakv(kvzip(...), layers=True) or adakv(kvgrad(...), layers=True)."
+            )
         if self.when == "prompt_end" and self.budget is None:
             raise PolicyError("a compressor needs a budget; give slots or a fraction of the prompt.")
 

@@ -42,6 +42,7 @@ class Budget(Restorable):
       first_layer: layers before this one keep every token.
       follows_prompt: whether the number of slots depends on the prompt's length.
       shared: whether the heads of a layer share their slots.
+      over_layers: whether the heads of all layers share their slots.
       of_text: whether `slots` takes the number of tokens of each row's whole text instead of its prompt.
       beyond_prompt: whether only tokens after the prompt count, and the prompt's slots are all kept.
       evicts_early: whether slots of priority -inf are evicted even if the head is within its budget.
@@ -61,6 +62,10 @@ class Budget(Restorable):
 
     @property
     def shared(self) -> bool:
+        return False
+
+    @property
+    def over_layers(self) -> bool:
         return False
 
     @property

@@ -45,7 +45,7 @@ class View(NamedTuple):
       key: [B, K, S, D] as stored (rotated, unless ``positions="cache"``) and decoded.
       value: [B, K, S, D] decoded.
       newest: [B] int32 position of each row's newest token; -1 for a row without a token in this block.
-      budget: [B] int32 slots per KV head that each row may keep.
+      budget: [B] int32 slots per KV head that each row may keep; [B, K] where all layers share their slots.
       prompt: [B] int32 tokens of each row's prompt.
       layer: index of the layer, a number or [] int32.
       decoding: whether the prompt is over.

@@ -59,8 +59,8 @@ def kvzip(
     are held until it ends.
 
     Args:
-      budget: slots per KV head that remain of a prompt; see `snapkv`. Heads of a layer share their slots, as the
-        authors' do, under ``adakv(kvzip(...), safeguard=0)``; theirs are also shared by layers.
+      budget: slots per KV head that remain of a prompt; see `snapkv`. The heads of all layers share their slots, as the
+        authors' do, under ``adakv(kvzip(...), safeguard=0, layers=True)``.
       instruction: token ids before the first chunk, such as those of "Repeat the previous context:"; () = none.
       later: token ids before all other chunks; None = `instruction`.
       chunk: the number of tokens of a chunk.

@@ -48,6 +48,10 @@ class SplitLayers(Policy):
                     f"{self.name}: {each.name} is split by itself or hides slots; give policies such as h2o, snapkv or "
                     "window."
                 )
+            if isinstance(each, Phases):
+                each = each.prompt
+            if each.budget is not None and each.budget.over_layers:
+                raise PolicyError(f"{self.name}: {each.name} shares the slots of all layers; use it by itself.")
         for one, two in itertools.pairwise(own):
             if one.positions != two.positions:
                 raise PolicyError(

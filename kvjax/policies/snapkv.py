@@ -181,8 +181,8 @@ def pyramidkv(
 
 
 @factory
-def adakv(base: Policy, *, safeguard: float = 0.2, max_share: float | None = None) -> Evict:
-    """Shares a layer's slots among its heads by need (AdaKV, arXiv:2407.11550).
+def adakv(base: Policy, *, safeguard: float = 0.2, max_share: float | None = None, layers: bool = False) -> Evict:
+    """Shares a layer's slots among its heads by need (AdaKV, arXiv:2407.11550), or those of all layers.
 
     The budget of `base` is that of the average head. See `Shared` for the rule.
 
@@ -191,15 +191,18 @@ def adakv(base: Policy, *, safeguard: float = 0.2, max_share: float | None = Non
       safeguard: the share of each head's slots that other heads cannot take, 0 to 1.
       max_share: the most slots of a head beyond those that are protected, as a multiple of the average head's, at
         least 1; None = without limit, as published.
+      layers: whether the heads of all layers share their slots, for `kvzip` and `kvgrad`. KVzip does so, with
+        safeguard=0.
 
     Raises:
       PolicyError: a policy that is not a compressor, whose heads must hold the same positions (`chunkkv`), or that
-        already shares slots or merges.
+        already shares slots or merges; with `layers`, one that does not rank by a replay of the prompt alone.
 
     Memory: the heads of a layer have arrays of one size, and which head gets many slots is known when they are
     allocated already, so that each has room for as many as any head may get: safeguard + K·(1 - safeguard) times the
     average, at most the prompt. With two KV heads, half of the prompt's slots are held in nine tenths of its bytes;
-    ``max_share=1.25`` allocates 1.25 times the average. The paper counts live slots: the authors hold heads of
+    ``max_share=1.25`` allocates 1.25 times the average. Without `max_share`, slots that all layers share are held in
+    arrays as long as the prompt, which frees no memory. The paper counts live slots: the authors hold heads of
     different lengths in one flat array, for kernels that accept it.
     """
     if isinstance(base, Phases) or (isinstance(base, Evict) and base.budget is not None and base.budget.shared):
@@ -211,4 +214,5 @@ def adakv(base: Policy, *, safeguard: float = 0.2, max_share: float | None = Non
             f"adakv({base.name}): its heads must all hold the same positions, but adakv gives each its own; give a "
             "compressor that ranks each head by itself, such as snapkv."
         )
-    return dataclasses.replace(base, budget=Shared(base.budget, safeguard, max_share), name=f"adakv[{base.name}]")
+    budget = Shared(base.budget, safeguard, max_share, layers)
+    return dataclasses.replace(base, budget=budget, name=f"adakv[{base.name}]")

@@ -25,6 +25,7 @@ from tests.tiny import kept, random_tokens, tiny
 TOKENS, LENGTHS = random_tokens(2, 30), [30, 19]
 POLICY = policies.kvzip(0.5, instruction=(5, 6, 7), later=(8,), chunk=9, sinks=2)
 GRADIENT = policies.kvgrad(0.5, chunk=16)
+SHARED = policies.adakv(POLICY, safeguard=0, max_share=1.5, layers=True)
 
 
 def prompts(policy=POLICY, own=None, lengths=LENGTHS, **options):
@@ -74,9 +75,9 @@ def test_tokens_of_a_chunk():
         )
 
 
-@pytest.mark.parametrize("policy", [POLICY, GRADIENT], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [SHARED, GRADIENT], ids=lambda policy: policy.name)
 def test_layers_as_a_loop(monkeypatch, policy):
-    model = tiny(layers=3 if policy is POLICY else 2).model
+    model = tiny(layers=3 if policy is SHARED else 2).model
     monkeypatch.setenv(VARIABLE, "stacked")
     looped = prompts(policy, own=model)
     monkeypatch.setenv(VARIABLE, "off")
@@ -148,6 +149,7 @@ def test_the_layout_says_what_a_prompt_costs():
         prompts().layout.explain()
     )
     assert "takes one more forward and one backward pass" in prompts(GRADIENT).layout.explain()
+    assert "heads of all layers share 4 x 15 slots" in prompts(SHARED).layout.explain()
     assert "replayed" not in prompts(policies.snapkv(0.5, window=4)).layout.explain()
 
 
@@ -193,6 +195,9 @@ SCORE = policies.ReplayedAttention()
             PolicyError,
             "kvzip of other layers in another way",
         ),
+        (lambda: policies.split_layers(SHARED, policies.full()), PolicyError, "shares the slots of all layers"),
+        (lambda: policies.adakv(policies.knorm(9), layers=True), PolicyError, "the scores of a replay alone"),
+        (lambda: policies.value_norm(SHARED), PolicyError, "the scores of a replay alone"),
         (
             lambda: storage_replay.replay(storage.dense(), _streams(12), _streams(2), [12, 9], policies.kvzip(6)),
             PolicyError,

@@ -191,6 +191,7 @@ CASES = [
     Case("kvgrad", {"budget": 0.5, "chunk": 15, "instruction": (9,)}, "gqa", None),
     Case("kvgrad", {"budget": 14, "sinks": 2, "positions": "cache"}, "mqa", 16),
     Case("kvzip", {"budget": 0.5, "chunk": 16, "later": (3, 1)}, "gqa", 8, within=("adakv", {"safeguard": 0.0})),
+    Case("kvzip", {"budget": 12}, "mha", 8, within=("adakv", {"safeguard": 0.1, "layers": True, "max_share": 1.3})),
     Case("compactor", {"budget": 0.5, "sinks": 2, "recent": 3, "chunk": 7}, "gqa", None),
     Case("compactor", {"budget": 15, "sinks": 1, "recent": 0, "chunk": 16, "blend": 0.7}, "mha", 8),
     Case("compactor", {"budget": 14, "sinks": 0, "recent": 1, "chunk": 5, "positions": "cache"}, "mqa", 16),

@@ -83,6 +83,7 @@ class Policy:
 
     `by_layer`: (b, prompt length, number of layers) -> the slots of every layer, where they follow from b.
     `shares`: the layer's heads -> which slots each keeps and the narrowest decision, where heads share a budget.
+    `over_layers`: whether these are the heads of all layers.
     `then`: who goes on after the prompt.
     `fits`: what is kept, [S] bool, when something goes -> the values [S, D] and log-weights [S] of these slots.
     `folds`: what is kept, [S] bool, when something goes -> the keys and values [S, D] of these slots, with what goes
@@ -107,6 +108,7 @@ class Policy:
     at_prompt_end_only: bool = False  # the prompt-phase compressors
     by_layer: Callable[[int, int, int], list[int]] | None = None
     shares: Callable[[list[View]], list[tuple[Array, float]]] | None = None
+    over_layers: bool = False
     then: Policy | None = None
     fits: Callable[[View, Array], tuple[Array, Array]] | None = None
     hides: str | None = None

@@ -45,8 +45,13 @@ def pyramidkv(budget: Any, window: int = 32, beta: int = 20, **options: Any) -> 
     return replace(snapkv(budget, window, **options), by_layer=by_layer)
 
 
-def adakv(base: Policy, safeguard: float = 0.2, max_share: float | None = None) -> Policy:
-    """Heads share their layer's slots: a safeguard each, the rest to the largest of all, up to a limit for each."""
+def adakv(
+    base: Policy, safeguard: float = 0.2, max_share: float | None = None, layers: bool = False
+) -> Policy:  # fmt: skip
+    """Heads share their layer's slots: a safeguard each, the rest to the largest of all, up to a limit for each.
+
+    `layers`: the heads of all layers do, in the order of layers.
+    """
 
     def shares(heads: list[View]) -> list[tuple[Array, float]]:
         priority = [base.rank(view).priority for view in heads]
@@ -77,7 +82,7 @@ def adakv(base: Policy, safeguard: float = 0.2, max_share: float | None = None) 
             keep[-head][j] = True
         return [(kept, min([math.inf, *gaps])) for kept in keep]
 
-    return replace(base, shares=shares)
+    return replace(base, shares=shares, over_layers=layers)
 
 
 def chunkkv(base: Policy, chunk: int = 10) -> Policy:

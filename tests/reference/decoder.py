@@ -115,7 +115,8 @@ def _run_row(
         scores.append(_log_softmax(logits)[np.arange(len(following)), following])
         if stop == prompt_length and policy.replay is not None:
             prompt_replay.score(params, config, tokens[:stop], layers, policy)
-            for heads, budget in zip(layers, budgets, strict=True):
+            ranked = [list(itertools.chain(*layers))] if policy.over_layers else layers
+            for heads, budget in zip(ranked, budgets, strict=not policy.over_layers):
                 evict(heads, policy, budget, prompt_length, config.rope_theta)
                 for head in heads:
                     del head.queries[prompt_length:]  # those of the replay

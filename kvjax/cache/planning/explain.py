@@ -91,9 +91,12 @@ def _shares(group: Group, layout: "CacheLayout") -> tuple[str, ...]:
         return ()
     heads = layout.kv_heads if group.heads is None else len(group.heads)
     average, max_share = group.shares
+    whose = "heads"
+    if layout.shares_layers:
+        whose, heads = "heads of all layers", heads * len(layout.decode)
     return (
-        f"heads share {heads} x {average} slots when the longest prompt ends, of which one may get {max_share}: which "
-        f"one is known after arrays are allocated, so that each has room for {max_share / average:.2f} times the "
+        f"{whose} share {heads} x {average} slots when the longest prompt ends, of which one may get {max_share}: "
+        f"which one is known after arrays are allocated, so that each has room for {max_share / average:.2f} times the "
         "average; adakv(..., max_share=) limits it",
     )
 

@@ -61,6 +61,12 @@ class CacheLayout:
         return next((group.replay for layer in self.prompt for group in layer), None)
 
     @property
+    def shares_layers(self) -> bool:
+        """Whether the heads of all layers share the slots that are left of a prompt."""
+        policies = (group.policy for layer in self.prompt for group in layer)
+        return any(policy.budget is not None and policy.budget.over_layers for policy in policies)
+
+    @property
     def keeps_all(self) -> bool:
         """Whether no group of heads ever evicts."""
         return not any(group.evicts for phase in (self.prompt, self.decode) for layer in phase for group in layer)
