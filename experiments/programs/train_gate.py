@@ -144,7 +144,8 @@ def policy_of(config: TrainGateConfig, gate: Gate) -> policies.Evict:
     """Returns the policy that runs with the gate."""
     keep = config.keep
     return policies.learned(
-        keep.budget, gate=gate, every=keep.every, recent=keep.recent, sinks=keep.sinks,
+        keep.budget, gate=gate, every=None if config.objective == gate_config.PROMPT else keep.every,
+        recent=keep.recent, sinks=keep.sinks,
         threshold=gate_config.threshold(config), age=config.objective == gate_config.DISTILL,
     )  # fmt: skip
 
@@ -154,7 +155,8 @@ def _retentions(config: TrainGateConfig, policy: policies.Evict, layers: int) ->
     assert policy.budget is not None
     keep, slots = config.keep, policy.budget.slots(config.windows.prompt_length, layers)
     threshold = gate_config.threshold(config)
-    return tuple(training.Retention(each, keep.recent, keep.sinks, threshold, keep.every) for each in slots)
+    prompt = config.windows.prompt_length if config.objective == gate_config.PROMPT else None
+    return tuple(training.Retention(each, keep.recent, keep.sinks, threshold, keep.every, prompt) for each in slots)
 
 
 def _objective(config: TrainGateConfig, model: Model, size: int) -> training.Objective:
@@ -168,6 +170,8 @@ def _objective(config: TrainGateConfig, model: Model, size: int) -> training.Obj
         return training.DelayedEviction()
     if config.objective == gate_config.ADMISSION:
         return training.Admission(config.sparsity)
+    if config.objective == gate_config.PROMPT:
+        return training.PromptEviction(config.capacity)
     log = config.objective == gate_config.REPLAY
     policy = policies.kvzip(max(size // 2, 1), chunk=CHUNK, plus=log)
     replayer = training.Replayer.of(model, policy, config.rows, size)
@@ -206,10 +210,12 @@ def _nats(
 ) -> list[float]:
     """Returns the mean negative log-likelihood per token after each prompt, in nats."""
     prompt = config.windows.prompt_length
+    # A compressor of prompts is compared where all policies evict when the prompt ends.
+    block = None if config.objective == gate_config.PROMPT else config.windows.prefill_block
     exact = "highest" if model.dtype == jnp.float32 else None
     with jax.default_matmul_precision(exact):
         found = kvjax.log_likelihood(
-            model, tokens, policy, prompt_length=prompt, prefill_block=config.windows.prefill_block,
+            model, tokens, policy, prompt_length=prompt, prefill_block=block,
             calibration=calibration,
         )  # fmt: skip
     return [float(x) for x in -np.asarray(found.logprobs)[:, prompt - 1 :].mean(axis=1, dtype=np.float64)]

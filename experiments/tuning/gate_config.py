@@ -10,21 +10,21 @@ from experiments.tuning.config import EvaluationConfig, TunedModel, TuneOptimize
 from kvjax.arguments import did_you_mean
 from kvjax.errors import ConfigError
 
-LINEAR, MLP, QKV, SINK, CHANNEL = "linear", "mlp", "qkv", "sink", "channel"  # gates
+LINEAR, MLP, QKV, SINK, CHANNEL, ATTENTION = "linear", "mlp", "qkv", "sink", "channel", "attention"  # gates
 NEXT_TOKEN, DISTILL, REPLAY, SHARE, ANSWER = "next_token", "distill", "replay", "replay_share", "answer"  # objectives
-DELAYED, ADMISSION = "delayed_eviction", "admission"
-GATES = (LINEAR, MLP, QKV, SINK, CHANNEL)
-OBJECTIVES = (NEXT_TOKEN, DISTILL, REPLAY, SHARE, ANSWER, DELAYED, ADMISSION)
+DELAYED, ADMISSION, PROMPT = "delayed_eviction", "admission", "prompt_eviction"
+GATES = (LINEAR, MLP, QKV, SINK, CHANNEL, ATTENTION)
+OBJECTIVES = (NEXT_TOKEN, DISTILL, REPLAY, SHARE, ANSWER, DELAYED, ADMISSION, PROMPT)
 #: Outputs of gates that an objective needs.
-OUTPUTS = {DISTILL: "log_sigmoid", SHARE: "sigmoid", DELAYED: "sigmoid", ADMISSION: "sigmoid"}
+OUTPUTS = {DISTILL: "log_sigmoid", SHARE: "sigmoid", DELAYED: "sigmoid", ADMISSION: "sigmoid", PROMPT: "sigmoid"}
 #: Thresholds of objectives that train for one, unless another is given.
-THRESHOLDS = {DELAYED: 0.5, ADMISSION: 0.1}
+THRESHOLDS = {DELAYED: 0.5, ADMISSION: 0.1, PROMPT: 0.5}
 
 
 @dataclasses.dataclass
 class GateConfig:
     """Attributes:
-    kind: linear, mlp, qkv, sink or channel; see docs/policies.md.
+    kind: linear, mlp, qkv, sink, channel or attention; see docs/policies.md.
     width: the number of features of the hidden layer, or of a sink gate's queries; none = the gate's default.
     output: none, sigmoid or log_sigmoid; auto = what the objective needs.
     """
@@ -41,7 +41,7 @@ class KeepConfig:
     recent: the number of newest positions that are protected.
     sinks: the number of first positions that are protected.
     threshold: slots of lower scores are evicted even if the head is within its budget; none = no threshold, but 0.5
-      for delayed_eviction and 0.1 for admission.
+      for delayed_eviction and prompt_eviction, and 0.1 for admission.
     every: the number of slots that are evicted at once.
     """
 
@@ -60,15 +60,17 @@ class TrainGateConfig:
     gate: scores the tokens.
     keep: the slots that the policy learned keeps.
     objective: next_token (the loss under the budget), replay (KVzap), replay_share (Fast KVzip), distill (TRIM-KV),
-      answer (Locret), delayed_eviction (DMS) or admission (WG-KV).
+      answer (Locret), delayed_eviction (DMS), admission (WG-KV) or prompt_eviction (Attention-Gate).
     relax: how gradients of next_token reach scores, st (straight through) or soft (soft gates).
     temperature: the temperature of soft gates at the first step.
     last_temperature: the temperature of soft gates at the last step, reached geometrically.
-    capacity: the weight of distill's penalty on slots beyond the budget.
+    capacity: the weight of distill's penalty on slots beyond the budget, and of prompt_eviction's on other numbers of
+      slots than the budget.
     sparsity: the weight of admission's penalty on tokens that are admitted.
     texts: text files, folders of text files or glob patterns.
     held_out: the file names of texts that are used for evaluation only; none = the last tenth of each text.
-    windows: the windows of the texts; the objective answer takes the new_tokens of a training window as the answer.
+    windows: the windows of the texts; the objectives answer and prompt_eviction take the new_tokens of a training
+      window as the answer.
     evaluation: how the loss under a budget is measured.
     optimizer: AdamW with a schedule.
     rows: the number of windows of a step.
@@ -128,8 +130,17 @@ def check(config: TrainGateConfig) -> None:
         raise ConfigError(
             f"temperature={config.temperature} and last_temperature={config.last_temperature} must be greater than 0."
         )
-    if config.objective == ANSWER and not config.windows.new_tokens:
-        raise ConfigError("windows.new_tokens=0 leaves no answer for objective=answer; give at least 1.")
+    if config.objective in (ANSWER, PROMPT) and not config.windows.new_tokens:
+        raise ConfigError(f"windows.new_tokens=0 leaves no answer for objective={config.objective}; give at least 1.")
+    if config.gate.kind == ATTENTION and config.objective != PROMPT:
+        raise ConfigError(
+            f"gate.kind={ATTENTION} scores whole prompts, and objective={config.objective} evicts while they are read; "
+            f"give objective={PROMPT}."
+        )
+    if config.objective == PROMPT and config.keep.every > 1:
+        raise ConfigError(
+            f"keep.every={config.keep.every}: objective={PROMPT} evicts once, when a prompt ends; give 1."
+        )
     threshold(config)
 
 

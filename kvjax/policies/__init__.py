@@ -18,7 +18,17 @@ from kvjax.policies.components import Everything, Folded, Importance, Keep, Merg
 from kvjax.policies.critical import OutputNorm, TwoStages, critical
 from kvjax.policies.ems import GlobalOrLocal, ems
 from kvjax.policies.expected_attention import ExpectedAttention, expected_attention
-from kvjax.policies.gates import GATES, ChannelGate, Gate, GateScore, LinearGate, MlpGate, QkvGate, SinkGate
+from kvjax.policies.gates import (
+    GATES,
+    AttentionGate,
+    ChannelGate,
+    Gate,
+    GateScore,
+    LinearGate,
+    MlpGate,
+    QkvGate,
+    SinkGate,
+)
 from kvjax.policies.gkv import GlobalRedundancy, GlobalScore, gkv
 from kvjax.policies.h2o import (
     DecayedMass,
@@ -159,26 +169,27 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 }
 
 __all__ = [
-    "COMBINATORS", "D2O", "GATES", "HEAD_PLANS", "MERGES", "POLICIES", "AfterPrompt", "Anchors", "AtMost", "Best",
-    "BeyondPrompt", "Budget", "CaM", "ChannelGate", "ChunkMean", "Compensation", "Cursor", "DecayedMass", "Ends",
-    "Everything", "Evict", "ExpectedAttention", "Fetched", "First", "FirstSlots", "Folded", "Fraction", "FromLayer",
-    "FutureLogit", "Gate", "GateImportance", "GateScore", "Given", "GlobalOrLocal", "GlobalRedundancy", "GlobalScore",
-    "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference", "KeyValueShare", "Ladder", "LagRelative",
-    "LargestAttention", "LargestValues", "Last", "LastColumns", "LastFetched", "Leverage", "LeverageAndMass",
-    "LinearGate", "LowNorm", "Mass", "MatchedAttention", "MeanMass", "Merge", "MlpGate", "ModelSizes", "Newest",
-    "ObservationWindow", "OutputChange", "OutputNorm", "OwnBlock", "Padded", "Parameters", "PerLayer", "Phases",
-    "Policy", "ProjectedShare", "Projection", "PromptEnd", "PromptQueries", "Pyramid", "QkvGate", "QueryDirection",
-    "QueryMoments", "QuerySpread", "Recency", "RecentAttention", "RecentQueries", "Recurrence", "Redundancy", "Replay",
-    "ReplayQueries", "ReplayedAttention", "ReplayedGradient", "Ring", "RoundMemory", "RowMemory", "SampledAttention",
-    "Scope", "Shared", "SharedLast", "SimilarKey", "SinkGate", "Slots", "Split", "SplitLayers", "Strided",
-    "TextFraction", "TextSamples", "TimesAbove", "TimesValueNorm", "Token", "TwoStages", "Uniform", "Union", "Varying",
-    "View", "Weights", "WithSelection", "Written", "accepts", "adakv", "after_prefill", "anchors", "by_name",
-    "by_page", "cam", "caote", "chunkkv", "compactor", "compensation", "compress", "counter", "critical", "cur", "d2o",
-    "decayed_mass", "duo_attention", "ems", "everything", "evict", "expected_attention", "fifo", "fixed", "from_layer",
-    "full", "gkv", "h2o", "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvgrad",
-    "kvmerger", "kvzip", "ladder", "lagkv", "largest_attention", "last", "lazy", "learned", "leverage", "local_only",
-    "longgen", "low_norm", "lru", "mass", "matched", "matched_attention", "mean_attention", "mean_mass", "morphkv",
-    "names", "observation_window_score", "padded", "phases", "protect_any", "protect_first", "protect_newest",
+    "COMBINATORS", "D2O", "GATES", "HEAD_PLANS", "MERGES", "POLICIES", "AfterPrompt", "Anchors", "AtMost",
+    "AttentionGate", "Best", "BeyondPrompt", "Budget", "CaM", "ChannelGate", "ChunkMean", "Compensation", "Cursor",
+    "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First", "FirstSlots", "Folded",
+    "Fraction", "FromLayer", "FutureLogit", "Gate", "GateImportance", "GateScore", "Given", "GlobalOrLocal",
+    "GlobalRedundancy", "GlobalScore", "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference",
+    "KeyValueShare", "Ladder", "LagRelative", "LargestAttention", "LargestValues", "Last", "LastColumns",
+    "LastFetched", "Leverage", "LeverageAndMass", "LinearGate", "LowNorm", "Mass", "MatchedAttention", "MeanMass",
+    "Merge", "MlpGate", "ModelSizes", "Newest", "ObservationWindow", "OutputChange", "OutputNorm", "OwnBlock",
+    "Padded", "Parameters", "PerLayer", "Phases", "Policy", "ProjectedShare", "Projection", "PromptEnd",
+    "PromptQueries", "Pyramid", "QkvGate", "QueryDirection", "QueryMoments", "QuerySpread", "Recency",
+    "RecentAttention", "RecentQueries", "Recurrence", "Redundancy", "Replay", "ReplayQueries", "ReplayedAttention",
+    "ReplayedGradient", "Ring", "RoundMemory", "RowMemory", "SampledAttention", "Scope", "Shared", "SharedLast",
+    "SimilarKey", "SinkGate", "Slots", "Split", "SplitLayers", "Strided", "TextFraction", "TextSamples", "TimesAbove",
+    "TimesValueNorm", "Token", "TwoStages", "Uniform", "Union", "Varying", "View", "Weights", "WithSelection",
+    "Written", "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "caote", "chunkkv",
+    "compactor", "compensation", "compress", "counter", "critical", "cur", "d2o", "decayed_mass", "duo_attention",
+    "ems", "everything", "evict", "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv", "h2o",
+    "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvgrad", "kvmerger", "kvzip", "ladder",
+    "lagkv", "largest_attention", "last", "lazy", "learned", "leverage", "local_only", "longgen", "low_norm", "lru",
+    "mass", "matched", "matched_attention", "mean_attention", "mean_mass", "morphkv", "names",
+    "observation_window_score", "padded", "phases", "protect_any", "protect_first", "protect_newest",
     "protect_prompt_end", "protect_varying", "pyramidkv", "qfilters", "random", "random_control", "razor_attention",
     "recency", "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers",
     "streaming_llm", "strided", "times_above", "tova", "triattention", "value_aware", "value_norm", "vase", "vase_dkv",

@@ -23,6 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 OUTPUTS = {"none": lambda x: x, "sigmoid": jax.nn.sigmoid, "log_sigmoid": jax.nn.log_sigmoid}
 EPSILON = 1e-6  # of RMS norms
 EXACT = jax.lax.Precision.HIGHEST
+SMALLEST = -1e30  # the logit of padding
+CHUNK = 512  # tokens of a prompt whose logits are computed at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +34,12 @@ class Gate(Parameters):
     Attributes:
       matrices: the names of the parts that are matrices, contracted over their last axis; other parts are biases.
       output: the function applied to the result: ``none``, ``sigmoid`` or ``log_sigmoid``.
+      whole_prompt: whether the score of a token depends on the other tokens of the prompt, later ones included.
     """
 
     output: str = dataclasses.field(default="none", kw_only=True)
     trained = True
+    whole_prompt: ClassVar[bool] = False
     matrices: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -244,9 +248,69 @@ class ChannelGate(Gate):
         return params["weight"][:, None] * feature + params["bias"][:, None]
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionGate(Gate):
+    """A small attention over all tokens of the prompt, later ones included (Attention-Gate, arXiv:2410.12876).
+
+    The hidden states attend to those of the prompt, in `heads` heads of `width` features without rotation. A linear
+    function of the result is the score. A token is therefore scored when the whole prompt is known: the policy must be
+    a compressor, ``learned(..., every=None)``, and the prompt in one block.
+
+    Arrays of a layer: ``query``, ``key`` and ``value`` [1, heads, width, E], ``out`` [K, heads * width], ``bias`` [K].
+
+    Attributes:
+      width: features of a head.
+      heads: the number of heads.
+    """
+
+    width: int = 16
+    heads: int = 4
+    output: str = dataclasses.field(default="sigmoid", kw_only=True)
+    name = "attention_gate"
+    whole_prompt = True
+    matrices = frozenset({"query", "key", "value", "out"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("width", "heads"):
+            object.__setattr__(self, field, count_argument(field, getattr(self, field), minimum=1))
+
+    def parts(self, sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
+        inner = (1, self.heads, self.width, sizes.hidden)
+        out = (sizes.kv_heads, self.heads * self.width)
+        return {"query": inner, "key": inner, "value": inner, "out": out, "bias": (sizes.kv_heads,)}
+
+    def raw(self, params: Parts, token: Token) -> Array:
+        hidden = token.hidden.astype(jnp.float32)
+        # [B, n, A, w] each
+        query, key, value = (
+            jnp.einsum("bne,awe->bnaw", hidden, params[part][0], precision=EXACT) for part in ("query", "key", "value")
+        )
+        counted = (token.position >= 0)[:, None, None]
+
+        def attend(query: Array) -> Array:
+            """Returns the scores [B, K, t] of some queries [B, t, A, w]."""
+            logits = self.width**-0.5 * jnp.einsum("btaw,bnaw->batn", query, key, precision=EXACT)
+            weights = jax.nn.softmax(jnp.where(counted, logits, SMALLEST), axis=3)
+            made = jnp.einsum("batn,bnaw->btaw", weights, value, precision=EXACT)
+            made = made.reshape(*made.shape[:2], -1)
+            return jnp.einsum("bti,ki->bkt", made, params["out"], precision=EXACT) + params["bias"][:, None]
+
+        batch, n = token.position.shape
+        if n <= CHUNK:
+            return attend(query)
+        # The logits of all queries at once would take memory that grows with the square of the prompt.
+        query = jnp.pad(query, ((0, 0), (0, -n % CHUNK), (0, 0), (0, 0)))
+        chunks = jnp.moveaxis(query.reshape(batch, -1, CHUNK, self.heads, self.width), 1, 0)
+        # [B, K, chunks, t]
+        found = jnp.moveaxis(jax.lax.map(attend, chunks), 0, 2)
+        return found.reshape(batch, found.shape[1], -1)[:, :, :n]
+
+
 #: Gates by their names in text specs such as ``learned(gate=mlp(width=64))``.
 GATES: dict[str, Callable[..., Gate]] = {
     "linear": LinearGate, "mlp": MlpGate, "qkv": QkvGate, "sink": SinkGate, "channel": ChannelGate,
+    "attention": AttentionGate,
 }  # fmt: skip
 
 
@@ -263,6 +327,10 @@ class GateScore(Written):
     @property
     def name(self) -> str:
         return f"{self.gate.name}_score"
+
+    @property
+    def whole_prompt(self) -> bool:
+        return self.gate.whole_prompt
 
     @property
     def reads(self) -> tuple[Parameters, ...]:

@@ -114,7 +114,8 @@ def learned(
     Args:
       budget: slots per KV head; see `evict`.
       gate: the gate, such as ``LinearGate()`` (KVzap), ``MlpGate(512, output="log_sigmoid")`` (TRIM-KV, with `age`),
-        ``QkvGate()`` (Locret) or ``SinkGate()`` (Fast KVzip).
+        ``QkvGate()`` (Locret), ``SinkGate()`` (Fast KVzip), ``ChannelGate()`` (DMS) or ``AttentionGate()``
+        (Attention-Gate, with ``every=None``).
       every: see `evict`; None evicts once, when the prompt ends.
       recent: the number of newest positions that are protected.
       threshold: slots of a lower score that are not protected are evicted, even if the head is within its budget;
@@ -126,6 +127,11 @@ def learned(
     Raises:
       PolicyError: an argument that is not valid.
     """
+    if isinstance(gate, Gate) and gate.whole_prompt and every is not None:
+        raise PolicyError(
+            f"every={every} is not valid: gate={gate!r} scores the tokens of a whole prompt, when it ends; give "
+            "every=None."
+        )
     scopes: list[Scope] = [*([Newest(recent)] if recent else []), *([First(sinks)] if sinks else [])]
     made = compress_or_evict(
         every, importance=GateImportance(gate, threshold, age), scope=protect_any(*scopes) if scopes else None,

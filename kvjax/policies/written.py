@@ -44,9 +44,15 @@ class Written:
     Attributes:
       name: key of the score in the statistics of slots; equal scores share it.
       projects: whether `write` reads `Token.out_kernel`.
+      whole_prompt: whether the score of a token depends on the whole prompt, which must then be run in one block, by a
+        compressor.
     """
 
     projects: bool = False
+
+    @property
+    def whole_prompt(self) -> bool:
+        return False
 
     @property
     def name(self) -> str:

@@ -6,8 +6,8 @@ uses them in a model.
 
 Objectives are losses of the gates of a `Setup`: `NextToken`, `Distillation` (TRIM-KV), `ReplayedScore` (KVzap and
 Fast KVzip; `Replayer` computes its targets), `AnswerAttention` (Locret), and for gates with a threshold
-`DelayedEviction` (DMS) and `Admission` (WG-KV). `calibration_of` makes a calibration of
-trained gates, which `kvjax.policies.learned` takes. `train_gate` trains a gate on tokens, and ``python -m
+`DelayedEviction` (DMS), `PromptEviction` (Attention-Gate) and `Admission` (WG-KV). `calibration_of` makes a calibration
+of trained gates, which `kvjax.policies.learned` takes. `train_gate` trains a gate on tokens, and ``python -m
 experiments.train_gate`` on text files.
 """
 
@@ -28,11 +28,11 @@ from kvjax.training.retention import (
     visible,
 )
 from kvjax.training.setup import Objective, Progress, Setup, calibration_of
-from kvjax.training.thresholds import Admission, DelayedEviction
+from kvjax.training.thresholds import Admission, DelayedEviction, PromptEviction
 from kvjax.training.train import TrainedGate, train_gate
 
 __all__ = [
     "Admission", "AnswerAttention", "DelayedEviction", "Distillation", "GatedAttention", "NextToken", "Objective",
-    "Progress", "ReplayedScore", "Replayer", "Retention", "Setup", "TrainedGate", "calibration_of", "decayed_weights",
-    "gated_weights", "masked_weights", "soft_gates", "train_gate", "visible",
+    "Progress", "PromptEviction", "ReplayedScore", "Replayer", "Retention", "Setup", "TrainedGate", "calibration_of",
+    "decayed_weights", "gated_weights", "masked_weights", "soft_gates", "train_gate", "visible",
 ]  # fmt: skip

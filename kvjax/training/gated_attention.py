@@ -62,7 +62,8 @@ class GatedAttention(flax.struct.PyTreeNode):
             )
         # [B, K, 1, n]
         inputs, raw = LayerInputs(args.hidden, query, key, value), self.relax == MASK
-        score = scores(self.gate, self.params, inputs, block.position, raw=raw)[:, :, None]
+        position = of_prompt(block.position, self.retention)
+        score = scores(self.gate, self.params, inputs, position, raw=raw)[:, :, None]
         if args.rope is not None:
             frequencies = args.rope.frequencies(block.total)
             query, key = (args.rope.rotate(x, block.position, frequencies) for x in (query, key))
@@ -82,6 +83,11 @@ class GatedAttention(flax.struct.PyTreeNode):
             weights = gated_weights(logits, score, self.retention, temperature=self.temperature, relax=self.relax)
         made = jnp.einsum("bkgtj,bkjd->bkgtd", weights, value, precision=HIGHEST)
         return made.reshape(output.shape).astype(output.dtype)
+
+
+def of_prompt(position: Array, retention: Retention) -> Array:
+    """Returns the positions [B, n] that a gate sees: those of the prompt of a compressor, others become -1."""
+    return position if retention.prompt is None else jnp.where(position < retention.prompt, position, -1)
 
 
 def scores(gate: Gate, params: Parts, inputs: LayerInputs, position: Array, *, raw: bool = False) -> Array:

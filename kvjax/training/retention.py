@@ -34,9 +34,12 @@ class Retention:
       sinks: the number of first positions that are protected.
       threshold: slots of lower scores are evicted even if the head is within its budget; None = no threshold.
       every: the number of slots that are evicted at once.
+      prompt: the number of tokens of the prompt, for a compressor, which evicts once, after these tokens; None = evicts
+        after every token.
 
     Raises:
-      PolicyError: an attribute that is not valid, more protected positions than slots, or a threshold with `every` > 1.
+      PolicyError: an attribute that is not valid, more protected positions than slots, or `every` > 1 with a threshold
+        or a compressor.
     """
 
     slots: int
@@ -44,6 +47,7 @@ class Retention:
     sinks: int = 0
     threshold: float | None = None
     every: int = 1
+    prompt: int | None = None
 
     def __post_init__(self) -> None:
         for field, minimum in (("slots", 1), ("recent", 0), ("sinks", 0), ("every", 1)):
@@ -55,6 +59,13 @@ class Retention:
                 raise PolicyError(
                     f"every={self.every} is not valid with threshold={self.threshold}: heads would evict at "
                     "different steps; leave out one of the two."
+                )
+        if self.prompt is not None:
+            object.__setattr__(self, "prompt", count_argument("prompt", self.prompt, minimum=1))
+            if self.every > 1:
+                raise PolicyError(
+                    f"every={self.every} is not valid with prompt={self.prompt}: a compressor evicts once, when the "
+                    "prompt ends; leave out one of the two."
                 )
         if self.recent + self.sinks > self.slots:
             raise PolicyError(
@@ -69,8 +80,8 @@ class Retention:
           age: see `kvjax.policies.learned`.
         """
         return learned(
-            self.slots, gate=gate, every=self.every, recent=self.recent, threshold=self.threshold, age=age,
-            sinks=self.sinks,
+            self.slots, gate=gate, every=self.every if self.prompt is None else None, recent=self.recent,
+            threshold=self.threshold, age=age, sinks=self.sinks,
         )  # fmt: skip
 
 
@@ -198,7 +209,16 @@ def may_evict(n: int, retention: Retention) -> np.ndarray:
     t - recent on.
     """
     at = np.arange(n)
-    return (at >= retention.sinks) & (at <= at[:, None] - 1 - retention.recent)
+    return (at >= retention.sinks) & (at <= _last_before(n, retention)[:, None] - retention.recent)
+
+
+def _last_before(n: int, retention: Retention) -> np.ndarray:
+    """Returns the newest token at the last eviction before each query, [n] int, with `every` = 1; -1 = there was none.
+
+    Evictions follow every token, or the prompt.
+    """
+    at = np.arange(n)
+    return at - 1 if retention.prompt is None else np.where(at >= retention.prompt, retention.prompt - 1, -1)
 
 
 def ages(n: int) -> np.ndarray:
@@ -212,8 +232,8 @@ def _ranks(score: Array, retention: Retention) -> _Ranks:
     n, recent, sinks = score.shape[-1], retention.recent, retention.sinks
     at = np.arange(n)
     # [n]: the last token before the last eviction that precedes each query; -1 = there was none
-    before = at - 1
-    if retention.threshold is None:
+    before = _last_before(n, retention)
+    if retention.threshold is None and retention.prompt is None:
         first = retention.slots + retention.every - 1
         before = np.where(before < first, -1, before - (before - first) % retention.every)
     last = before - recent

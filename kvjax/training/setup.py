@@ -16,7 +16,7 @@ from kvjax.parallel.sharding import Params
 from kvjax.policies.gates import Gate
 from kvjax.policies.parameters import Parts
 from kvjax.storage.calibration import Calibration
-from kvjax.training.gated_attention import GatedAttention, scores
+from kvjax.training.gated_attention import GatedAttention, of_prompt, scores
 from kvjax.training.retention import Retention
 
 Array = jax.Array
@@ -153,4 +153,7 @@ def scores_of(setup: Setup, gates: Gates, inputs: Sequence[LayerInputs], *, raw:
     """
     batch, n = inputs[0].hidden.shape[:2]
     position = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n))
-    return [scores(setup.gate, own, each, position, raw=raw) for own, each in zip(gates, inputs, strict=True)]
+    return [
+        scores(setup.gate, own, each, of_prompt(position, retention), raw=raw)
+        for own, each, retention in zip(gates, inputs, setup.retention, strict=True)
+    ]

@@ -72,6 +72,56 @@ class DelayedEviction(Objective):
 
 
 @dataclasses.dataclass(frozen=True)
+class PromptEviction(Objective):
+    """The loss of the tokens after a prompt that is compressed once (Attention-Gate, arXiv:2410.12876).
+
+    The loss is the mean negative log-likelihood of the tokens after the prompt, in nats, plus `weight` times
+    abs(mean gate - target) over the prompt's tokens, heads and layers. A gate is 1 if the score of its token is at
+    least the threshold, or 0.5 without one, and else 0; gradients are those of the score (straight through).
+    Gradients of the first term are those of `gated_weights`.
+
+    Run the gate by ``learned(budget, gate=gate, every=None, threshold=0.5)``, and give a `Retention` with a prompt.
+
+    Attributes:
+      weight: the weight of the second term.
+      target: the mean gate, 0 to 1; None = slots / prompt, of the retention.
+    """
+
+    weight: float = 1.0
+    target: float | None = None
+
+    def __post_init__(self) -> None:
+        found = number_argument("weight", self.weight, minimum=0.0, maximum=float("inf"))
+        object.__setattr__(self, "weight", found)
+        if self.target is not None:
+            object.__setattr__(self, "target", number_argument("target", self.target, minimum=0.0, maximum=1.0))
+
+    def check(self, gate: Gate) -> None:
+        _check_probability(gate)
+
+    def loss(self, setup: Setup, params: Params, gates: Gates, tokens: Array, progress: Progress) -> Array:
+        prompts = [each.prompt for each in setup.retention]
+        first = prompts[0]
+        if first is None or any(each != first for each in prompts) or first >= tokens.shape[1]:
+            raise PolicyError(
+                f"texts of {tokens.shape[1]} tokens with prompts of {prompts} tokens in the layers are not valid; give "
+                "all layers a Retention with the same prompt, shorter than the texts."
+            )
+        hidden, inputs = run_model(setup, params, setup.attention(gates, progress.temperature, "st"), tokens)
+        got = jax.nn.log_softmax(logits_of(setup, params, hidden[:, first - 1 : -1]))
+        loss = -jnp.mean(jnp.take_along_axis(got, tokens[:, first:, None], axis=2))
+        means, targets = [], []
+        for score, retention in zip(scores_of(setup, gates, inputs), setup.retention, strict=True):
+            own = score[:, :, :first]
+            threshold = 0.5 if retention.threshold is None else retention.threshold
+            hard = (own >= threshold).astype(jnp.float32)
+            means.append(jnp.mean(hard + own - jax.lax.stop_gradient(own)))
+            targets.append(min(retention.slots / first, 1.0) if self.target is None else self.target)
+        distance = sum(means, jnp.float32(0)) / len(means) - float(np.mean(targets))
+        return loss + self.weight * jnp.abs(distance)
+
+
+@dataclasses.dataclass(frozen=True)
 class Admission(Objective):
     """Squared error of the hidden states of a model that admits few tokens to its cache (WG-KV, arXiv:2512.17452).
 

@@ -137,11 +137,13 @@ def test_a_split_of_heads_takes_its_own_rows():
         policies.SinkGate(3, 4),
         policies.ChannelGate("query", 2),
         policies.ChannelGate("key", 3, output="sigmoid"),
+        policies.AttentionGate(3, 2, output="none"),
     ],
     ids=str,
 )
-def test_gates(gate):
+def test_gates(gate, monkeypatch):
     """Against the formulas in float64."""
+    monkeypatch.setattr("kvjax.policies.gates.CHUNK", 2)
     rng, n = np.random.default_rng(0), 3
     sizes = policies.ModelSizes(kv_heads=2, queries=2, dim=4, hidden=7, rotary=4)
     params = {part: rng.normal(size=shape) for part, shape in gate.parts(sizes).items()}
@@ -159,6 +161,8 @@ def test_gates(gate):
                 expected = params["weight"][head] * x + params["bias"][head]
                 if gate.output == "sigmoid":
                     expected = 1 / (1 + np.exp(-expected))
+            elif isinstance(gate, policies.AttentionGate):
+                expected = _attention_gate(params, hidden[0], t, head)
             elif isinstance(gate, policies.SinkGate):
                 expected = _sink_gate(params, hidden[0, t], head, gate.width)
             else:
@@ -174,6 +178,14 @@ def test_gates(gate):
                 if gate.output == "log_sigmoid":
                     expected = -np.log1p(np.exp(-expected))
             np.testing.assert_allclose(got[0, head, t], expected, atol=2e-5)
+
+
+def _attention_gate(params, hidden, t, head):
+    made = []
+    for query, key, value in zip(*(params[part][0] for part in ("query", "key", "value")), strict=True):
+        weights = np.exp((query @ hidden[t]) @ (key @ hidden.T) / np.sqrt(3))
+        made.extend(value @ hidden.T @ weights / weights.sum())
+    return params["out"][head] @ made + params["bias"][head]
 
 
 def _sink_gate(params, x, head, width):
@@ -208,6 +220,7 @@ def test_a_score_is_placed_by_position():
         (lambda: policies.adakv(policies.learned(8, every=None, threshold=0.0)), "cannot be shared"),
         (lambda: policies.triattention(8, longest=0), "longest"),
         (lambda: policies.MlpGate(activation="tanh"), "activation"),
+        (lambda: policies.learned(8, gate=policies.AttentionGate()), "every=1 is not valid: .* of a whole prompt"),
     ],
 )
 def test_arguments_are_checked(make, error):

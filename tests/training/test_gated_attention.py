@@ -15,6 +15,7 @@ from kvjax.errors import PolicyError
 from kvjax.models.calibrate import model_sizes
 from kvjax.models.decoder import POLICY, Decoder
 from kvjax.training import GatedAttention, Retention
+from tests.parameters import with_parameters
 from tests.tiny import random_tokens, tiny
 
 TOKENS, LENGTHS = random_tokens(2, 30, seed=3), np.array([30, 19], np.int32)
@@ -30,23 +31,25 @@ def logits_of(model, gates, relax, retention, gate, temperature=0.5):
 
 
 @pytest.mark.parametrize(
-    ("retention", "relax"),
+    ("retention", "relax", "gate"),
     [
-        (Retention(8, recent=3, sinks=1), "st"),
-        (Retention(7, recent=2, every=4), "st"),
-        (Retention(12, recent=4, threshold=0.2), "st"),
-        (Retention(30, recent=4, sinks=1, threshold=0.5), "mask"),
+        (Retention(8, recent=3, sinks=1), "st", policies.LinearGate()),
+        (Retention(7, recent=2, every=4), "st", policies.LinearGate()),
+        (Retention(12, recent=4, threshold=0.2), "st", policies.LinearGate()),
+        (Retention(30, recent=4, sinks=1, threshold=0.5), "mask", policies.LinearGate(output="sigmoid")),
+        (Retention(8, recent=3, threshold=0.5, prompt=14), "st", policies.AttentionGate(4)),
     ],
     ids=str,
 )
-def test_it_is_the_cache(retention, relax):
+def test_it_is_the_cache(retention, relax, gate):
     """The scores of later layers follow from what earlier ones evict."""
-    model, gate = tiny(layers=3).model, policies.LinearGate(output="sigmoid" if relax == "mask" else "none")
+    model = with_parameters(tiny(layers=3).model, (gate,))
     gates = [model.params[f"layer_{index}"]["attention"][POLICY][gate.name] for index in range(3)]
     # A temperature near 0 makes probabilities 0 or 1.
     own = functools.partial(logits_of, model, relax=relax, retention=retention, gate=gate, temperature=1e-5)
     got = np.asarray(jax.jit(own)(gates))
-    expected = kvjax.log_likelihood(model, TOKENS, retention.policy(gate), prompt_length=1, lengths=LENGTHS)
+    prompt = retention.prompt or 1
+    expected = kvjax.log_likelihood(model, TOKENS, retention.policy(gate), prompt_length=prompt, lengths=LENGTHS)
     for row, length in enumerate(LENGTHS):
         own = got[row, np.arange(length - 1), TOKENS[row, 1:length]]
         np.testing.assert_allclose(own, expected.logprobs[row, : length - 1], atol=5e-5)

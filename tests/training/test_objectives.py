@@ -125,6 +125,26 @@ def test_delayed_evictions():
         training.DelayedEviction().check(policies.LinearGate())
 
 
+def test_evictions_from_a_prompt():
+    """The loss of the tokens after the prompt, and the share of its slots that the cache holds."""
+    model, gate, prompt = tiny().model, policies.AttentionGate(4), 16
+    setup = training.Setup(model.config, gate, (training.Retention(prompt, threshold=0.5, prompt=prompt),) * 2)
+    gates = [{part: 4 * x for part, x in each.items()} for each in setup.initial(jax.random.key(1))]
+    some, none = (float(loss(training.PromptEviction(*each), model, setup, gates)) for each in ((0.5, 0.1), (0.0,)))
+    policy, calibration = setup.retention[0].policy(gate), training.calibration_of(model, gate, gates)
+    found = kvjax.log_likelihood(model, TOKENS, policy, prompt_length=prompt, calibration=calibration)
+    assert none == pytest.approx(-float(np.mean(found.logprobs[:, prompt - 1 :])), abs=2e-5)
+    held = [sum(at < prompt for at in head) for row in range(2) for layer in kept(found.state, row) for head in layer]
+    assert min(held) < 8 < max(held)
+    assert some - none == pytest.approx(0.5 * abs(np.mean(held) / prompt - 0.1), abs=1e-5)
+    with pytest.raises(PolicyError, match="which must be run in one block"):
+        kvjax.log_likelihood(
+            model, TOKENS, policy, prompt_length=prompt, prefill_block=4, calibration=calibration
+        )  # fmt: skip
+    with pytest.raises(PolicyError, match="Retention with the same prompt"):
+        loss(training.PromptEviction(), *made(policies.LinearGate(output="sigmoid")))
+
+
 def test_admission():
     """Costs of tokens that all have one score, and no error where all are admitted."""
     gate = policies.LinearGate(output="sigmoid")

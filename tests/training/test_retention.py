@@ -50,6 +50,8 @@ def stepped(score, retention):
     for t in range(len(score)):
         live.append(t)
         seen[t, live] = True
+        if retention.prompt is not None and t != retention.prompt - 1:
+            continue
         safe = {j for j in live if j > t - retention.recent or j < retention.sinks}
         if retention.threshold is not None:
             live = [j for j in live if j in safe or score[j] >= retention.threshold]
@@ -68,6 +70,8 @@ def stepped(score, retention):
         Retention(6, recent=2, sinks=4, every=2),
         Retention(12, recent=4, sinks=1, threshold=0.25),
         Retention(60, recent=2, threshold=-0.5),
+        Retention(9, recent=3, sinks=2, prompt=25),
+        Retention(16, recent=3, sinks=2, prompt=25, threshold=0.1),
     ],
     ids=str,
 )
@@ -183,6 +187,7 @@ def test_masks():
         (lambda: Retention(0), "slots"),
         (lambda: Retention(8, recent=6, sinks=3), "protect more than slots=8"),
         (lambda: Retention(8, threshold=0.0, every=2), "every=2 is not valid with threshold"),
+        (lambda: Retention(8, prompt=9, every=2), "every=2 is not valid with prompt=9"),
         (lambda: training.gated_weights(None, jnp.zeros(3), Retention(2), temperature=1.0, relax="hard"), "relax"),
     ],
 )

@@ -48,6 +48,8 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int, layers: 
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if branch.prompt.replay is not None and (reason := refuses_replay(spec.storage, branch, sizes)):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
+    if reason := _refuses_whole_prompt(branch, sizes):
+        raise PolicyError(f"policy {name}: {reason}")
     if spec.storage.on_host and (reason := _refuses_host(spec, branch, sizes)):
         raise PolicyError(f"policy {name} with storage={spec.storage!r}: {reason}")
     if selection.whole_text:
@@ -64,6 +66,20 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int, layers: 
             f"policy {name}: selection={selection!r} summarises exact keys, which storage={spec.storage.name} no "
             "longer has after a block of the prompt; leave out prefill_block."
         )
+
+
+def _refuses_whole_prompt(branch: Branch, sizes: Sizes) -> str | None:
+    """Returns why scores that depend on the whole prompt cannot be computed; None if they can."""
+    for policy in (branch.prompt, branch.decode):
+        if not any(each.whole_prompt for each in policy.writes):
+            continue
+        if policy.when == "step":
+            return (
+                "it scores the tokens of a whole prompt, when it ends; make a compressor, such as learned(every=None)."
+            )
+        if sizes.block is not None:
+            return "it scores the tokens of a whole prompt, which must be run in one block; leave out prefill_block."
+    return None
 
 
 def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None:
