@@ -42,6 +42,10 @@ GIVEN = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in
 XLA_FLAGS = " ".join([*GIVEN, ONE_PART, *OTHER_EMITTER])
 os.environ["XLA_FLAGS"] = XLA_FLAGS
 
+# Everything that is made until the tests begin stays, so that to look for garbage then (a third of the time in which
+# tests are collected) finds little: `pytest_collection_finish` begins to.
+gc.disable()
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
@@ -197,6 +201,7 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
