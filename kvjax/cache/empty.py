@@ -25,7 +25,10 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
     """
     heads = kv_heads if group.heads is None else len(group.heads)
     shape, dtype = (batch, heads, group.capacity), jnp.dtype(dtype)
-    if group.prompt_index is None:
+    if group.sparse_prompt is not None:
+        # Pages of a prompt are summarised in each step, and the index is built when the prompt ends.
+        index = {}
+    elif group.prompt_index is None:
         index = group.selection.init(shape, dim, dtype)
     else:
         index = group.prompt_index.start((batch, heads), dim)

@@ -14,6 +14,7 @@ from kvjax.policies.window import First, full
 from kvjax.policies.written import Written
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
+from kvjax.selection.query_blocks import QueryBlocks
 from kvjax.storage import dense
 from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
 
@@ -98,6 +99,11 @@ class Group:
     replay: Replay | None = None
     replaying: bool = False
     num_layers: int = 1
+
+    @property
+    def sparse_prompt(self) -> QueryBlocks | None:
+        """How the queries of a prompt read pages; None if they read everything, and while decoding."""
+        return None if self.decoding else self.selection.prompt
 
     @property
     def per_head(self) -> frozenset[str]:

@@ -28,6 +28,7 @@ from kvjax.parallel.rules import Rules, using
 from kvjax.planning.hlo_collectives import collectives
 from kvjax.planning.plan_report import Plan, fits_in
 from kvjax.planning.programs import Memory, compile_decode, compile_prefill
+from kvjax.planning.prompt_attention import prompt_attention_flops
 from kvjax.planning.roofline import average_slots, decode_shapes, fewest_bytes, local_bytes, roofline
 from kvjax.planning.topologies import find_target
 from kvjax.policies.base import Policy
@@ -176,6 +177,8 @@ def plan(
         prefill_total=prefill_memory and prefill_memory.total,
         fits=False if problem else fits_in(peak, device.memory),
         problem=problem,
+        prompt_flops=prompt_attention_flops(config, layout, rows, sizes.prompt),
+        full_prompt_flops=prompt_attention_flops(config, full_lowered.layout, rows, sizes.prompt),
         flops_per_token=whole.flops / batch,
         bytes_per_token=(step.weights_moved + step.cache_moved) * count / batch,
         collectives=collectives(compiled.as_text() or "") if compiled else None,

@@ -44,6 +44,8 @@ class Plan:
       prefill_total: bytes that the prefill program needs in all; None as above.
       fits: whether decoding, and prefill if requested, fit into the memory of the device; None if unknown.
       problem: the message of the compiler if the memory does not suffice, otherwise empty.
+      prompt_flops: FLOPs of the products of attention over the prompts, of the whole mesh, as XLA computes it.
+      full_prompt_flops: the same with a full cache.
       flops_per_token: FLOPs of the whole mesh per new token of one row.
       bytes_per_token: bytes that the whole mesh moves per new token of one row.
       collectives: of a decode step; None if it did not compile.
@@ -79,6 +81,8 @@ class Plan:
     prefill_total: int | None
     fits: bool | None
     problem: str
+    prompt_flops: int
+    full_prompt_flops: int
     flops_per_token: float
     bytes_per_token: float
     collectives: Collectives | None
@@ -177,6 +181,12 @@ class Plan:
             f"Compiled in {self.compile_seconds:.1f} s.\nOne device: {si(self.device.bandwidth, 'B/s')}, "
             f"{si(self.device.flops, 'FLOP/s')}{link} ({self.device.source}). The roofline counts no collectives."
         )
+        if self.prompt_flops < self.full_prompt_flops:
+            share = 100 * self.prompt_flops / self.full_prompt_flops
+            last += (
+                f"\nAttention over the prompts computes {si(self.prompt_flops, 'FLOP')}, {share:.0f} % of the "
+                f"{si(self.full_prompt_flops, 'FLOP')} of prompts that are read whole."
+            )
         words = (f"The compiler reports: {self.problem}",) if self.problem else ()
         return "\n".join((first, second, body, last, self.explain, *words))
 

@@ -11,6 +11,7 @@ from kvjax.selection.h2o import Allowed, Hindsight, Local
 from kvjax.selection.lowrank import ShadowKV, shadowkv
 from kvjax.selection.oracle import Optimal, optimal
 from kvjax.selection.page_summaries import Pages
+from kvjax.selection.query_blocks import QueryBlocks
 from kvjax.selection.quest import LServe, MeanKeys, Quest, lserve, quest, retrieval
 from kvjax.selection.speculate import InfiniGen, infinigen
 from kvjax.selection.votes import TokenSelect, tokenselect
@@ -37,7 +38,7 @@ by_name, accepts, names = SELECTIONS.by_name, SELECTIONS.accepts, SELECTIONS.nam
 
 __all__ = [
     "SELECTIONS", "Alisa", "Allowed", "Codebook", "Held", "Hindsight", "InfiniGen", "LServe", "Local", "MeanKeys",
-    "Optimal", "Pages", "Quest", "ReadAll", "SelectView", "Selection", "ShadowKV", "TokenSelect", "a2ats", "accepts",
-    "alisa", "best", "by_name", "compact", "everything", "grouped_logits", "infinigen", "lserve", "mark_ends", "names",
-    "optimal", "quest", "rank", "retrieval", "shadowkv", "tokenselect",
+    "Optimal", "Pages", "QueryBlocks", "Quest", "ReadAll", "SelectView", "Selection", "ShadowKV", "TokenSelect",
+    "a2ats", "accepts", "alisa", "best", "by_name", "compact", "everything", "grouped_logits", "infinigen", "lserve",
+    "mark_ends", "names", "optimal", "quest", "rank", "retrieval", "shadowkv", "tokenselect",
 ]  # fmt: skip

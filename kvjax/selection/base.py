@@ -7,9 +7,10 @@ hashable and picklable, and `repr` evaluates to an equal object. Their arrays ar
 For each query the live slots are the *new* token, slots that are *always* read, and *candidates*, of which some are
 *chosen*. `Selection.most` counts chosen slots.
 
-Prompts are read whole. An index is then made in three steps: `start` allocates sums, `watch` adds each block of the
-prompt to them, and `build` makes the index of the slots that are left when the prompt has ended. A decoding step calls
-`write` or `entries` for its token, and then `choose`.
+Prompts are read whole, unless `Selection.prompt` says which pages a block of queries reads. An index is then made in
+three steps: `start` allocates sums, `watch` adds each block of the prompt to them, and `build` makes the index of the
+slots that are left when the prompt has ended. A decoding step calls `write` or `entries` for its token, and then
+`choose`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Policy
 from kvjax.policies.budget import Budget
 from kvjax.selection.oldest_and_newest import Ends
+from kvjax.selection.query_blocks import QueryBlocks
 
 if TYPE_CHECKING:
     from kvjax.kernels.problem import Problem
@@ -132,7 +134,9 @@ class Selection:
       first_layer: layers before this one read everything; only `dense` depends on it.
       ahead: whether the query that chooses is a guess, made of the attention input of the layer before, so that slots
         can be fetched before the layer begins.
-      in_prompt: whether it also applies to the blocks of a prompt; otherwise these read everything.
+      in_prompt: whether it also applies to the blocks of a prompt; otherwise these read everything, or the pages that
+        `prompt` says.
+      prompt: how the queries of a prompt read pages; only of `Pages`.
       whole_text: whether it applies, through `attend_text`, to texts that are fed as one prompt, and to nothing else.
       needs: the statistics whose columns `settle` or `attend_text` reads.
       ranks_by_keys: whether ranking reads every key that is held, so that reading few slots saves nothing.
@@ -154,6 +158,7 @@ class Selection:
     first_layer: int = 0
     ahead: bool = False
     in_prompt: bool = False
+    prompt: QueryBlocks | None = None
     whole_text: bool = False
     needs: frozenset[Statistic] = frozenset()
     ranks_by_keys: bool = False

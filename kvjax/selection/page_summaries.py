@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
+from kvjax.errors import SelectionError
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Policy
@@ -23,6 +24,7 @@ from kvjax.selection.base import Held, Index, Selection, SelectView
 from kvjax.selection.checks import merges, named, rotated_once
 from kvjax.selection.choose import best, rank
 from kvjax.selection.naming import best_named, name_best
+from kvjax.selection.query_blocks import QueryBlocks
 
 if TYPE_CHECKING:
     from kvjax.storage.base import Storage
@@ -44,9 +46,10 @@ class Pages(Selection):
       every: the number of steps that a choice stands; pages that are opened meanwhile are read too.
       first: whether the oldest page is one of the pages that are chosen.
       first_layer: layers before this one read everything.
+      prompt: how the queries of a prompt read pages; None = they read everything.
 
     Raises:
-      SelectionError: an attribute that is too small.
+      SelectionError: an attribute that is too small, or blocks of queries that are not of whole pages.
     """
 
     page: int
@@ -54,12 +57,17 @@ class Pages(Selection):
     every: int = 1
     first: bool = False
     first_layer: int = 2
+    prompt: QueryBlocks | None = None
     over_devices = True
 
     def __post_init__(self) -> None:
         with named(self.name):
             for field, minimum in (("page", 1), ("pages", FEWEST_PAGES - 1), ("every", 1), ("first_layer", 0)):
                 object.__setattr__(self, field, count_argument(field, getattr(self, field), minimum=minimum))
+            if self.prompt is not None and self.prompt.size % self.page:
+                raise SelectionError(
+                    f"blocks of {self.prompt.size} queries are not a multiple of the page of {self.page} tokens."
+                )
 
     def summary(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
         """Makes the summary of empty pages, shape = (B, K, U), for keys of `dim` features, [B, K, U, ...] each."""
@@ -90,6 +98,63 @@ class Pages(Selection):
         If the model has a soft-cap of its logits, scores are capped as logits are.
         """
         raise NotImplementedError
+
+    def block_score(
+        self, index: Index, query: Array, real: Array, scale: float, soft_cap: float | None, blocks: QueryBlocks
+    ) -> Array:
+        """Computes the score of each page for a block of queries, [B, K, G, U] float32: that of `blocks.reduce`.
+
+        Args:
+          index: the summary of pages.
+          query: [B, K, G, n, D] rotated.
+          real: [B, n] bool, False for padding.
+          scale: factor of the logits.
+          soft_cap: of each query's score; see `SelectView`.
+          blocks: how scores of several queries are reduced.
+        """
+        batch, kv_heads, group, n, dim = query.shape
+        # [B, K, G * n, U]
+        each = soft_capped(self.score(index, query.reshape(batch, kv_heads, group * n, dim), scale), soft_cap)
+        return blocks.reduce(each.reshape(batch, kv_heads, group, n, -1), real)
+
+    def score_flops(self, dim: int, soft_cap: bool) -> int:
+        """Returns the FLOPs of `block_score` for each page and query head.
+
+        Args:
+          dim: features of a head.
+          soft_cap: whether scores are capped.
+        """
+        return 0 if self.prompt is None else 2 * dim * self.prompt.size
+
+    def read_in_prompt(self, index: Index, query: Array, at: Array, view: SelectView) -> Array:
+        """Marks the pages before a block of queries of a prompt that the block reads, [B, K, U] bool.
+
+        The prompt's slots are in the order of its tokens, so that each page before the block is full.
+
+        Args:
+          index: the result of `build`.
+          query: [B, K, G, n, D] rotated.
+          at: [B, n] int32, positions of the queries, which begin with a page; -1 = padding.
+          view: the slots of the prompt, of which scale, soft-cap and window are read.
+        """
+        blocks = self.prompt
+        assert blocks is not None
+        units = next(leaf.shape[2] for name, leaf in index.items() if name != "steps")
+        first = jnp.maximum(at[:, 0], 0)
+        # [B, 1, U] each
+        before, always = blocks.ends(first // self.page, units)
+        if view.window is not None:
+            # The first query sees the most of what is before the block.
+            newest = jnp.arange(1, units + 1, dtype=jnp.int32) * self.page - 1
+            before &= newest > first[:, None, None] - view.window
+        if not blocks.pages:
+            return jnp.broadcast_to(before & always, (*query.shape[:2], units))
+        score = jax.lax.stop_gradient(self.block_score(index, query, at >= 0, view.scale, view.soft_cap, blocks))
+        # [B, K, U]
+        candidate = jnp.broadcast_to(before & ~always, (*query.shape[:2], units))
+        worth = rank(score, candidate, normalise="gap", reduce="max")
+        number = jnp.broadcast_to(jnp.arange(units, dtype=jnp.int32), candidate.shape)
+        return (before & always) | best(worth, candidate, number, blocks.pages)
 
     @property
     def most(self) -> int:

@@ -14,8 +14,12 @@ from kvjax.selection.base import Index
 from kvjax.selection.checks import factory, named
 from kvjax.selection.choose import grouped_logits
 from kvjax.selection.page_summaries import FEWEST_PAGES, Pages
+from kvjax.selection.query_blocks import Over, QueryBlocks, query_blocks
 
 Array = jax.Array
+#: Tokens that a block of queries of a prompt always reads, rounded up to whole pages, and its number of queries.
+SINKS, RECENT, QUERIES = 16, 64, 64
+OVER: Over = "mean"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +73,11 @@ class Quest(Pages):
 
     def bounds(self, index: Index, query: Array, scale: float) -> Array:
         """Computes upper bounds of each page's logits, [B, K, G, U] float32, for query [B, K, G, D]; 0 if empty."""
-        reach = index["reach"]
+        return self._bounds(index["reach"], _signs(query), scale)
+
+    def _bounds(self, reach: Array, signs: Array, scale: float) -> Array:
+        """Computes `bounds` from `_signs` of the query, [B, K, G, 2D]."""
         batch, kv_heads, pages, parts, size = reach.shape
-        signs = jnp.concatenate([jnp.maximum(query, 0), jnp.maximum(-query, 0)], axis=-1)
         # [B, K, U * parts]: an empty sub-page has no bound; its product with -inf, which may be NaN, is not used
         live = (reach[..., 0] > -jnp.inf).reshape(batch, kv_heads, 1, -1)
         bound = grouped_logits(signs, reach.reshape(batch, kv_heads, -1, size), scale)
@@ -81,6 +87,25 @@ class Quest(Pages):
 
     def score(self, index: Index, query: Array, scale: float) -> Array:
         return self.bounds(index, query, scale)
+
+    def block_score(
+        self, index: Index, query: Array, real: Array, scale: float, soft_cap: float | None, blocks: QueryBlocks
+    ) -> Array:
+        if not self._by_mean(blocks, soft_cap is not None):
+            return super().block_score(index, query, real, scale, soft_cap, blocks)
+        # A bound is linear in the signs: the mean over the queries is the bound of the mean.
+        # [B, K, G, 2D]
+        mean = blocks.reduce(_signs(query.astype(jnp.float32)), real)
+        return self._bounds(index["reach"].astype(jnp.float32), mean, scale)
+
+    def _by_mean(self, blocks: QueryBlocks, soft_cap: bool) -> bool:
+        """Whether the mean of a page's bounds is the bound of one vector."""
+        return blocks.over == "mean" and self._parts == 1 and not soft_cap
+
+    def score_flops(self, dim: int, soft_cap: bool) -> int:
+        if self.prompt is None:
+            return 0
+        return 4 * dim * self._parts * (1 if self._by_mean(self.prompt, soft_cap) else self.prompt.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +133,26 @@ class MeanKeys(Pages):
         mean = index["sum"] / jnp.maximum(index["live"], 1.0)[..., None]
         return grouped_logits(query.astype(jnp.float32), mean, scale)
 
+    def block_score(
+        self, index: Index, query: Array, real: Array, scale: float, soft_cap: float | None, blocks: QueryBlocks
+    ) -> Array:
+        if blocks.over != "mean" or soft_cap is not None:
+            return super().block_score(index, query, real, scale, soft_cap, blocks)
+        # Logits are linear in the query.
+        return self.score(index, blocks.reduce(query.astype(jnp.float32), real), scale)
+
+    def score_flops(self, dim: int, soft_cap: bool) -> int:
+        return (
+            2 * dim
+            if self.prompt and self.prompt.over == "mean" and not soft_cap
+            else super().score_flops(dim, soft_cap)
+        )
+
+
+def _signs(query: Array) -> Array:
+    """Splits a query by the signs of its numbers, [..., D] -> [..., 2D], for a product with `_both_signs` of keys."""
+    return jnp.concatenate([jnp.maximum(query, 0), jnp.maximum(-query, 0)], axis=-1)
+
 
 def _both_signs(key: Array) -> Array:
     """Concatenates a key and its negative, [..., D] -> [..., 2D]."""
@@ -122,8 +167,35 @@ def _counted(name: str, page: int, budget: int | None) -> tuple[int, int]:
     return page, max(FEWEST_PAGES, budget // page) - 1
 
 
+def _in_prompt(
+    name: str, page: int, budget: int | None, *, in_prompt: bool, prompt_budget: int | None, sinks: int, recent: int,
+    query_block: int,
+) -> QueryBlocks | None:  # fmt: skip
+    """Returns how a prompt reads pages; None if it reads everything. For the arguments see `quest`."""
+    with named(name):
+        if not isinstance(in_prompt, bool):
+            raise SelectionError(f"in_prompt={in_prompt!r} is not valid; use True or False.")
+        if not in_prompt:
+            if prompt_budget is not None:
+                raise SelectionError(f"prompt_budget={prompt_budget!r} needs in_prompt=True.")
+            return None
+        which = "budget" if prompt_budget is None else "prompt_budget"
+        tokens = budget if prompt_budget is None else prompt_budget
+        return query_blocks(page, tokens, budget_name=which, sinks=sinks, recent=recent, size=query_block, over=OVER)  # type: ignore[arg-type]
+
+
 @factory
-def quest(page: int = 16, budget: int | None = None, *, first_layer: int = 2) -> Quest:
+def quest(
+    page: int = 16,
+    budget: int | None = None,
+    *,
+    first_layer: int = 2,
+    in_prompt: bool = False,
+    prompt_budget: int | None = None,
+    sinks: int = SINKS,
+    recent: int = RECENT,
+    query_block: int = QUERIES,
+) -> Quest:
     """Reads the newest page and the pages of the largest upper bounds (Quest, arXiv:2406.10774).
 
     Reads max(3, ⌊budget / page⌋) pages, including the newest; all pages if there are no more.
@@ -132,14 +204,23 @@ def quest(page: int = 16, budget: int | None = None, *, first_layer: int = 2) ->
       page: tokens of a page.
       budget: tokens to read, in whole pages; required.
       first_layer: layers before this one read everything.
+      in_prompt: whether blocks of queries of a prompt read chosen pages too; otherwise a prompt is read whole.
+      prompt_budget: tokens before a block that its queries read of a prompt, in whole pages; None = `budget`.
+      sinks: of `prompt_budget`, the oldest tokens, which are always read.
+      recent: of `prompt_budget`, the newest tokens, which are always read.
+      query_block: the number of queries of a block, a multiple of `page`.
 
     Raises:
-      SelectionError: a page or a budget below 1, or a first layer below 0.
+      SelectionError: a page or a budget below 1, a first layer below 0, or numbers of a prompt that do not fit.
 
     The authors' evaluation ranks the newest page with the others; their kernels always read it, as this does.
     """
     page, pages = _counted("quest", page, budget)
-    return Quest(page=page, pages=pages, first_layer=first_layer)
+    prompt = _in_prompt(
+        "quest", page, budget, in_prompt=in_prompt, prompt_budget=prompt_budget, sinks=sinks, recent=recent,
+        query_block=query_block,
+    )  # fmt: skip
+    return Quest(page=page, pages=pages, first_layer=first_layer, prompt=prompt)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +231,19 @@ class LServe(Quest):
 
 
 @factory
-def lserve(page: int = 64, sub: int = 16, every: int = 4, budget: int | None = None, *, first_layer: int = 2) -> LServe:
+def lserve(
+    page: int = 64,
+    sub: int = 16,
+    every: int = 4,
+    budget: int | None = None,
+    *,
+    first_layer: int = 2,
+    in_prompt: bool = False,
+    prompt_budget: int | None = None,
+    sinks: int = SINKS,
+    recent: int = RECENT,
+    query_block: int = QUERIES,
+) -> LServe:
     """Reads pages by the largest bound of their sub-pages, and chooses anew every few steps (LServe, arXiv:2502.14866).
 
     Args:
@@ -159,6 +252,11 @@ def lserve(page: int = 64, sub: int = 16, every: int = 4, budget: int | None = N
       every: the number of steps that a choice stands.
       budget: tokens to read, in whole pages; required.
       first_layer: layers before this one read everything.
+      in_prompt: see `quest`.
+      prompt_budget: see `quest`.
+      sinks: see `quest`.
+      recent: see `quest`.
+      query_block: see `quest`, a multiple of `page`.
 
     Raises:
       SelectionError: a number below 1, a `sub` that does not divide the page, or a first layer below 0.
@@ -166,11 +264,26 @@ def lserve(page: int = 64, sub: int = 16, every: int = 4, budget: int | None = N
     The authors' code does not read a page that is opened while a choice stands; here it is read.
     """
     page, pages = _counted("lserve", page, budget)
-    return LServe(page=page, pages=pages, sub=sub, every=every, first_layer=first_layer)
+    prompt = _in_prompt(
+        "lserve", page, budget, in_prompt=in_prompt, prompt_budget=prompt_budget, sinks=sinks, recent=recent,
+        query_block=query_block,
+    )  # fmt: skip
+    return LServe(page=page, pages=pages, sub=sub, every=every, first_layer=first_layer, prompt=prompt)
 
 
 @factory
-def retrieval(chunk: int = 8, budget: int | None = None, *, every: int = 1, first_layer: int = 0) -> MeanKeys:
+def retrieval(
+    chunk: int = 8,
+    budget: int | None = None,
+    *,
+    every: int = 1,
+    first_layer: int = 0,
+    in_prompt: bool = False,
+    prompt_budget: int | None = None,
+    sinks: int = SINKS,
+    recent: int = RECENT,
+    query_block: int = QUERIES,
+) -> MeanKeys:
     """Reads the oldest chunk, the newest, and those of the largest mean keys (TriForce, arXiv:2404.11912, section 4.1).
 
     Args:
@@ -178,9 +291,18 @@ def retrieval(chunk: int = 8, budget: int | None = None, *, every: int = 1, firs
       budget: tokens to read, in whole chunks; required.
       every: the number of steps that a choice stands: of a draft, its number of tokens.
       first_layer: layers before this one read everything.
+      in_prompt: see `quest`.
+      prompt_budget: see `quest`.
+      sinks: see `quest`.
+      recent: see `quest`.
+      query_block: see `quest`, a multiple of `chunk`.
 
     Raises:
-      SelectionError: a number below 1, or a first layer below 0.
+      SelectionError: a number below 1, a first layer below 0, or numbers of a prompt that do not fit.
     """
     chunk, pages = _counted("retrieval", chunk, budget)
-    return MeanKeys(page=chunk, pages=pages, every=every, first_layer=first_layer)
+    prompt = _in_prompt(
+        "retrieval", chunk, budget, in_prompt=in_prompt, prompt_budget=prompt_budget, sinks=sinks, recent=recent,
+        query_block=query_block,
+    )  # fmt: skip
+    return MeanKeys(page=chunk, pages=pages, every=every, first_layer=first_layer, prompt=prompt)

@@ -53,6 +53,7 @@ def specs() -> dict[str, CacheSpec | Policy]:
         "h2o, mikv": CacheSpec(policies.h2o(0.2), storage.mikv()),
         "full, fp8 of a fixed scale": CacheSpec(policies.full(), storage.fp8(1.0)),
         "full, quest": CacheSpec(policies.full(), selection=selection.quest(budget=128)),
+        "full, quest in a prompt": CacheSpec(policies.full(), selection=selection.quest(budget=128, in_prompt=True)),
         "full, optimal": CacheSpec(policies.full(), selection=selection.optimal(64)),
         "snapkv, int8, quest": CacheSpec(policies.snapkv(0.5), storage.int8(), selection.quest(budget=128)),
     }

@@ -257,6 +257,37 @@ def retrieval(chunk: int, budget: int, scale: float, every: int = 1, window: int
     return Pages(chunk, budget, lambda query, keys: scale * query @ keys.mean(axis=0), every, first=True, window=window)
 
 
+def read_in_prompt(
+    query: Array, key: Array, page: int, size: int, sinks: int, recent: int, pages: int,
+    score: Callable[[Array, Array], Array], over: str = "mean", window: int | None = None,
+) -> tuple[Array, float]:  # fmt: skip
+    """The tokens [T, T] bool that each query of a prompt of one KV head reads, and the smallest gap of a choice.
+
+    Blocks of `size` queries [T, G, D] read the `sinks` oldest and the `recent` newest pages before them, and the
+    `pages` pages of the others whose `score`, the mean or the maximum over the block's queries, is the largest.
+    """
+    length = len(query)
+    read, gaps = np.zeros((length, length), bool), [math.inf]
+    for start in range(0, length, size):
+        last, queries = start // page, range(start, min(start + size, length))
+        always = [u for u in range(last) if u < sinks or u >= last - recent]
+        inside = [u for u in range(last) if window is None or (u + 1) * page - 1 > start - window]
+        candidates = np.array([u for u in inside if u not in always], int)
+        chosen = candidates[:0]
+        if len(candidates) and pages:
+            each = [[score(query[at], key[u * page : (u + 1) * page]) for u in candidates] for at in queries]
+            scores = np.mean(each, axis=0) if over == "mean" else np.max(each, axis=0)  # [candidates, G]
+            best, gap = top((scores - scores.max(axis=0)).max(axis=1), candidates, pages, logits=True)
+            chosen = candidates[best]
+            gaps.append(gap)
+        old = np.isin(np.arange(length) // page, [*always, *chosen])
+        for at in queries:
+            seen = old | (np.arange(length) >= start)
+            seen &= (np.arange(length) <= at) & (np.arange(length) > at - (window or length))
+            read[at] = seen
+    return read, min(gaps)
+
+
 class TokenSelect(Look):
     """The query heads of a layer vote, and all heads read the same."""
 

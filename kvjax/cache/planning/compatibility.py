@@ -60,6 +60,8 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int, layers: 
             )
         if sizes.block is not None:
             raise PolicyError(f"policy {name}: it needs the whole text at once; leave out prefill_block.")
+    if selection.prompt is not None and (reason := _refuses_query_blocks(spec, branch, sizes, kv_heads)):
+        raise PolicyError(f"policy {name} with selection={selection!r}: {reason}")
     summarizes = not selection.in_prompt and bool(jax.eval_shape(lambda: selection.init((1, 1, 1), 1, jnp.float32)))
     if summarizes and sizes.block is not None and not spec.storage.exact:
         raise PolicyError(
@@ -79,6 +81,45 @@ def _refuses_whole_prompt(branch: Branch, sizes: Sizes) -> str | None:
             )
         if sizes.block is not None:
             return "it scores the tokens of a whole prompt, which must be run in one block; leave out prefill_block."
+    return None
+
+
+def _refuses_query_blocks(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int) -> str | None:
+    """Returns why blocks of queries of a prompt cannot read pages of their own, as a sentence; None if they can."""
+    blocks, instead = branch.selection.prompt, "leave out in_prompt"
+    assert blocks is not None
+    if branch.prompt.replay is not None:
+        return (
+            f"in_prompt reads some pages of a prompt, and this policy replays the prompt, which reads all; {instead}."
+        )
+    needs = (*branch.prompt.needs, *branch.decode.needs, *spec.storage.needs)
+    if aged := [s.name for s in needs if s.transform == "one" and s.accumulate not in ("sum", "max")]:
+        return (
+            f"the statistic {aged[0]} counts queries by their age, which blocks of queries that read different pages "
+            f"(in_prompt) do not know; {instead}."
+        )
+    if sizes.block is None:
+        return None
+    if sizes.block % blocks.size:
+        return (
+            f"prefill_block={sizes.block} divides blocks of queries that read pages together (in_prompt); use a "
+            f"multiple of query_block={blocks.size}, or leave prefill_block out."
+        )
+    if branch.prompt.budget is not None and branch.prompt.when == "step":
+        return (
+            "in_prompt needs the prompt's tokens in the order of slots, and this policy evicts between the blocks of a "
+            f"prompt; leave out prefill_block, or {instead}."
+        )
+    if spec.storage.new_tokens_separate:
+        return (
+            f"in_prompt gathers pages of exact slots on the device, and storage={spec.storage!r} holds the blocks of a "
+            f"prompt in another form; leave out prefill_block, or {instead}."
+        )
+    if axes := sharding.left_over("slots", kv_heads)[0]:
+        return (
+            f"in_prompt gathers pages of all slots, which are divided over the mesh axis {'+'.join(axes)}; leave out "
+            f"prefill_block, or {instead}."
+        )
     return None
 
 

@@ -39,6 +39,8 @@ def explain(layout: "CacheLayout") -> str:
         lines += [f"    {line}" for line in about]
     if shared := layout.calibration_bytes():
         lines.append(f"  calibration: {size(shared)} that rows have in common")
+    for line, layers in _query_blocks(layout).items():
+        lines.append(f"  prompts: layers {_ranges(layers)} {line}")
     prompts = {(group.attn_implementation, group.reasons) for layer in layout.prompt for group in layer}
     for attend, reasons in sorted(prompts):
         lines.append(f"  prompts: attention by {attend}")
@@ -53,6 +55,23 @@ def explain(layout: "CacheLayout") -> str:
     if layout.platform == "cpu":
         lines += [f"  {line}" for line in products.explain().splitlines()]
     return "\n".join(lines)
+
+
+def _query_blocks(layout: "CacheLayout") -> dict[str, list[int]]:
+    """Describes what blocks of queries of a prompt read, and the layers where they do."""
+    found: dict[str, list[int]] = {}
+    for layer, groups in enumerate(layout.prompt):
+        for group in groups:
+            if (blocks := group.sparse_prompt) is not None:
+                page = group.selection.unit
+                numbers = (each * page for each in (blocks.before, blocks.sinks, blocks.recent, blocks.pages))
+                before, sinks, recent, chosen = numbers
+                found.setdefault(
+                    f"read pages by {group.selection.name}: each block of {blocks.size} queries its own tokens and at "
+                    f"most {before} before it ({sinks} oldest, {recent} newest, {chosen} chosen)",
+                    [],
+                ).append(layer)
+    return found
 
 
 def _prompt(layout: "CacheLayout") -> str:

@@ -25,6 +25,7 @@ from kvjax.policies.round_memory import RoundMemory
 
 #: Why ``auto`` on a GPU, which means XLA, does not try the Pallas kernels for it.
 ONLY_BY_NAME = "pallas_gpu: its kernels run only if they are asked for by name, implementation='pallas_gpu'"
+BY_PAGES = "blocks of queries of a prompt that read pages of their own (in_prompt) are gathered by XLA alone"
 LANES = 128  # of a TPU; vectors of as many features lie one after the other in its tiles
 #: What the TPU compiler (libtpu 0.0.42, 0.0.50) does to a pool in host memory, unless it is exact and of whole lanes.
 THROUGH_DEVICE = (
@@ -126,6 +127,11 @@ class Chooser:
             group = self._over_devices(group, kv_heads)
             if group.slot_axes:
                 return group
+        if group.sparse_prompt is not None:
+            if self.asked not in ("auto", "xla"):
+                raise ConfigError(f"implementation={self.asked!r} cannot run this: {BY_PAGES}. Use 'auto' or 'xla'.")
+            reasons = (f"pallas: {BY_PAGES}",) if self.platform != "cpu" else ()
+            return dataclasses.replace(group, attn_implementation="xla", reasons=(*group.reasons, *reasons))
         tokens = self.sizes.prompt if one_shot else self.sizes.block
         assert tokens is not None
         parts = len(group.slots) + 1 if group.storage.new_tokens_separate and not one_shot else 1

@@ -301,7 +301,9 @@ def _groups(
     queries = config.num_heads // config.num_kv_heads
     selection = everything() if whole else branch.selection.traced().bound(queries, sizes.following)
     # A prompt is read whole, except by selections that hide slots of it.
-    early = selection if selection.in_prompt or selection.whole_text else everything()
+    sparse = selection.prompt is not None and sizes.prompt > selection.prompt.dense(selection.unit)
+    hides = selection.in_prompt or selection.whole_text or sparse
+    early = selection if hides else everything()
     prompt_index = selection if selection.watches else None
     needs = branch.decode.needs | spec.storage.needs
     check_names(branch.decode.name, needs | branch.prompt.needs | branch.selection.needs)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import after_reading, constrain, constrain_slots, longest, ranks
 from kvjax.cache.state import Block, LayerKV, PerSlot
-from kvjax.cache.step import attend, evict
+from kvjax.cache.step import attend, evict, query_blocks
 from kvjax.cache.step.interface import AttentionOperands, LayerArgs, StepInputs, add_to_prompt_index
 from kvjax.cache.step.operands import Operands, operands, rotate_to_ranks
 from kvjax.cache.step.pool import Pool, joined, pool_of, prompt_pool, run_after_inputs
@@ -67,10 +67,15 @@ def step(
         chosen = attend.read(pool, query, keys, values, block, group, inputs, budget, args)
         if one_shot and group.selection.whole_text:
             output, columns = attend.attend_text(query, chosen, pool, group, **options)
+        elif group.sparse_prompt is not None:
+            output, columns = query_blocks.attend(query, chosen, pool, group, unrotate, **options)
         else:
             output, columns = attend.attend(query, chosen, pool, group, log_weight, **options)
         index = chosen.index if chosen.view is None else group.selection.settle(chosen.index, columns, chosen.view)
         return output, columns, index, chosen.position, chosen.chosen
+
+    def unrotate(key: Array) -> Array:
+        return Prompt(block.prompt, rope, inputs.frequencies).unrotate(key, pool.position)
 
     log_weight = None if one_shot or group.policy.merge is None else group.policy.merge.log_weight(pool.stats)
     output, columns, index, read, chosen = run_after_inputs(look, pool, inputs.query)

@@ -83,6 +83,32 @@ def tile_rows(row_scores: int, n: int) -> int:
     return min(512, 1 << (rows_that_fit.bit_length() - 1), 1 << (n - 1).bit_length())
 
 
+def computed_scores(n: int, slots: int, heads: int, *, causal: bool) -> int:
+    """Returns the number of scores that attention computes for each query head, those that are masked included.
+
+    Args:
+      n: the number of queries.
+      slots: the number of slots.
+      heads: the number of query heads of all rows.
+      causal: see `Problem`.
+    """
+    tile = tile_rows(heads * slots, n)
+
+    def in_tiles(n: int) -> int:
+        return n if n <= tile else -(-n // tile) * tile
+
+    if not causal:
+        return in_tiles(n) * slots
+    return sum(in_tiles(stop - start) * stop for start, stop in _segments(n, tile))
+
+
+def _segments(n: int, tile: int) -> list[tuple[int, int]]:
+    """Returns where the segments of a causal prompt of n queries begin and end."""
+    segments = min(max(MIN_SEGMENTS, n // SEGMENT_QUERIES), SEGMENTS)
+    step = max(tile, -(-n // (segments * tile)) * tile)
+    return [(start, min(start + step, n)) for start in range(0, n, step)]
+
+
 def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[Rows, Sums]:
     """Calls a function on tiles of queries, joins its results for the queries and combines its columns.
 
@@ -98,12 +124,9 @@ def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[Rows, 
     tile = tile_rows(batch * kv_heads * group * problem.slots, n)
     if not problem.causal:
         return _tiles(function, problem, extra, tile)
-    segments = min(max(MIN_SEGMENTS, n // SEGMENT_QUERIES), SEGMENTS)
-    step = max(tile, -(-n // (segments * tile)) * tile)
     results = []
     sums = _zeros(problem)
-    for start in range(0, n, step):
-        stop = min(start + step, n)
+    for start, stop in _segments(n, tile):
         own = tuple(x[:, :, :, start:stop] for x in extra)
         result, partial = _tiles(function, problem.only_queries(start, stop).only_slots(stop), own, tile)
         results.append(result)
@@ -123,11 +146,11 @@ def _tiles(function: Tile, problem: Problem, extra: tuple[Array, ...], tile: int
     more = count * tile - n
     # The tiles become the leading axis. Queries that fill the last tile see no slot (position -1) and have weight 0.
     inputs = (
-        _split(problem.query, QUERY_AXIS, tile, more),
-        _split(problem.query_position, 1, tile, more, fill=-1),
-        tuple(_split(weight, 1, tile, more) for weight in problem.weights),
-        None if problem.offset is None else _split(problem.offset, QUERY_AXIS, tile, more),
-        tuple(_split(x, QUERY_AXIS, tile, more) for x in extra),
+        split_queries(problem.query, QUERY_AXIS, tile, more),
+        split_queries(problem.query_position, 1, tile, more, fill=-1),
+        tuple(split_queries(weight, 1, tile, more) for weight in problem.weights),
+        None if problem.offset is None else split_queries(problem.offset, QUERY_AXIS, tile, more),
+        tuple(split_queries(x, QUERY_AXIS, tile, more) for x in extra),
     )
 
     def body(sums: Sums, inputs: PyTree) -> tuple[Sums, tuple[Array, ...]]:
@@ -137,7 +160,7 @@ def _tiles(function: Tile, problem: Problem, extra: tuple[Array, ...], tile: int
         return {s.name: s.join(sums[s.name], partial[s.name]) for s in problem.statistics}, result
 
     sums, results = jax.lax.scan(body, _zeros(problem), inputs)
-    return tuple(_join(x, n) for x in results), sums
+    return tuple(join_queries(x, n) for x in results), sums
 
 
 def _zeros(problem: Problem) -> Sums:
@@ -145,7 +168,7 @@ def _zeros(problem: Problem) -> Sums:
     return {s.name: jnp.zeros((*problem.key_position.shape, *s.reported), jnp.float32) for s in problem.statistics}
 
 
-def _split(x: Array, axis: int, tile: int, more: int, fill: int = 0) -> Array:
+def split_queries(x: Array, axis: int, tile: int, more: int, fill: int = 0) -> Array:
     """Cuts an axis into tiles: [..., n, ...] -> [tiles, ..., tile, ...], after appending `more` entries `fill`."""
     widths = [(0, more if i == axis else 0) for i in range(x.ndim)]
     x = jnp.pad(x, widths, constant_values=fill)
@@ -153,7 +176,7 @@ def _split(x: Array, axis: int, tile: int, more: int, fill: int = 0) -> Array:
     return jnp.moveaxis(x, axis, 0)
 
 
-def _join(x: Array, n: int) -> Array:
+def join_queries(x: Array, n: int) -> Array:
     """Joins tiles of queries: [tiles, B, K, x, tile, ...] -> [B, K, x, n, ...]."""
     x = jnp.moveaxis(x, 0, QUERY_AXIS)
     x = x.reshape(*x.shape[:QUERY_AXIS], -1, *x.shape[QUERY_AXIS + 2 :])
