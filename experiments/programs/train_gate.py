@@ -21,6 +21,7 @@ from experiments.programs.tune import INPUTS, State, check_same_past, optimizer_
 from experiments.reports import tables
 from experiments.runs import identity, machine
 from experiments.runs.session import Session, describe
+from experiments.tasks import score
 from experiments.training import checkpoints
 from experiments.training.config import files
 from experiments.tuning import gate_config, windows
@@ -76,18 +77,30 @@ def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, wr
     objective = _objective(config, model, size)
     objective.check(gate)
     optimizer = optimizer_of(config)
-    inputs = {"texts": windows.checksums(config), "model": identity.of_weights(config.model.path)}
+    inputs: JsonObject = {"texts": windows.checksums(config), "model": identity.of_weights(config.model.path)}
+    first = first_gate(config, model, gate)
+    if first is not None:
+        inputs["start"] = first.hash
+    asked = score.make_prompts(config.recall, model, config.seed)
     with checkpoints.manager(folder, config.checkpoint_every) as manager:
         start = manager.latest_step() or 0
         if start:
             check_same_past(config, folder, start, inputs)
         trained = setup.initial(jax.random.key(config.seed), objective.bias)
+        if first is not None:
+            trained = [dict(layer[gate.name]) for layer in first.layers]
         state: State = {"trained": trained, "optimizer": optimizer.init(trained), "step": jnp.int32(0)}
         if start:
             state = manager.restore(start, args=ocp.args.StandardRestore(state))
 
         def measured(policy: Policy, gates: Any = None) -> list[float]:
             return _nats(model, policy, held_out, config, gates and training.calibration_of(model, gate, gates))
+
+        def recalled(gates: Any) -> dict[str, float]:
+            calibration = training.calibration_of(model, gate, gates)
+            return score.exact_matches(
+                model, asked, policy, prefill_block=config.windows.prefill_block, calibration=calibration
+            )
 
         baselines = results.read_json(folder / BASELINES) if start else None
         if baselines is None:
@@ -106,8 +119,11 @@ def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, wr
         def evaluate(done: int, state: State) -> None:
             scores = {name: float(np.mean(nats)) for name, nats in baselines.items()}
             scores["learned"] = float(np.mean(measured(policy, state["trained"])))
-            log.write(kind="evaluation", step=done, **scores)
-            _say(f"step {done}, nats per token: " + ", ".join(f"{name} {x:.4f}" for name, x in scores.items()))
+            found = recalled(state["trained"])
+            log.write(kind="evaluation", step=done, **scores, **({"recall": found} if found else {}))
+            shown = [f"{name} {x:.4f}" for name, x in scores.items()]
+            shown += [f"{task} {share:.0%}" for task, share in found.items()]
+            _say(f"step {done}, nats per token{' and recall' if found else ''}: {', '.join(shown)}")
 
         if not start:
             evaluate(0, state)
@@ -127,6 +143,19 @@ def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, wr
     ]
     print(f"\n{_report(folder, config, final, about, command)}\n", flush=True)
     return folder
+
+
+def first_gate(config: TrainGateConfig, model: Model, gate: Gate) -> kvjax.Calibration | None:
+    """Returns the initial parameters that the config names.
+
+    Raises:
+      KvjaxError: a file that cannot be read, or parameters of another model or gate.
+    """
+    if not config.start:
+        return None
+    found = kvjax.load_calibration(config.start)
+    kvjax.calibrated(model, policy_of(config, gate), found)
+    return found
 
 
 def gate_of(config: TrainGateConfig) -> Gate:
@@ -182,17 +211,20 @@ def make_step(
     config: TrainGateConfig, setup: training.Setup, objective: training.Objective,
     optimizer: optax.GradientTransformation,
 ) -> Any:  # fmt: skip
-    """Returns a jitted step: state, parameters of the model and tokens [B, T] int32 -> state and losses."""
+    """Returns a step: state, parameters of the model and tokens [B, T] int32 -> state and losses."""
     fall = math.log(config.last_temperature / config.temperature) / max(config.steps - 1, 1)
+    shared = objective if config.batches is not None and isinstance(objective, training.ReplayedScore) else None
 
     @functools.partial(jax.jit, donate_argnames="state")
-    def step(state: State, params: Any, tokens: Array) -> tuple[State, dict[str, Array]]:
+    def step(state: State, params: Any, given: Any) -> tuple[State, dict[str, Array]]:
         number = state["step"].astype(jnp.float32)
         key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
         progress = training.Progress(config.temperature * jnp.exp(fall * number), (number + 1) / config.steps, key)
 
         def loss_of(gates: Any) -> Array:
-            return objective.loss(setup, params, gates, tokens, progress)
+            if shared is not None:
+                return shared.error(setup, gates, given)
+            return objective.loss(setup, params, gates, given, progress)
 
         loss, gradient = jax.value_and_grad(loss_of)(state["trained"])
         # optax multiplies integers by floats, which strict promotion refuses.
@@ -202,7 +234,19 @@ def make_step(
         made = {"trained": trained, "optimizer": after, "step": state["step"] + 1}
         return made, {"total": loss, "norm": optax.tree.norm(gradient)}
 
-    return step
+    if shared is None:
+        return step
+    examples_of = jax.jit(functools.partial(shared.examples, setup))
+    known: dict[bytes, training.Examples] = {}
+
+    def step_of_known(state: State, params: Any, tokens: Array) -> tuple[State, dict[str, Array]]:
+        batch = np.asarray(tokens).tobytes()
+        if batch not in known:
+            known[batch] = examples_of(params, tokens)
+        updated: tuple[State, dict[str, Array]] = step(state, {}, known[batch])
+        return updated
+
+    return step_of_known
 
 
 def _nats(

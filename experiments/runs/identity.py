@@ -16,6 +16,7 @@ from kvjax.checkpoint import gguf
 from kvjax.checkpoint.locate import local
 from kvjax.errors import ConfigError
 from kvjax.specs import parse, user_files
+from kvjax.storage.calibration import calibration_file
 
 WHOLE = 64 << 20  # bytes up to which all of a file is read; weights beyond are sampled
 SAMPLES, SAMPLE = 64, 64 << 10  # of a larger file, evenly spread, and the bytes of each
@@ -107,7 +108,10 @@ def _of_texts(config: ExperimentConfig) -> Iterator[Path]:
 
 def of_model(config: ExperimentConfig) -> dict[str, str]:
     """A digest of each file of a config's model, and of what its caches need."""
-    found = _digests(Path(name) for name in (config.model.skew, config.model.calibration) if name)
+    found = _digests([Path(config.model.skew)] if config.model.skew else [])
+    calibration = config.model.calibration
+    if calibration is not None and (file := calibration_file(calibration)).is_file():
+        found[calibration] = of_file(file)
     # As `kvjax.load` looks for it.
     if config.model.path is not None and (checkpoint := local(config.model.path)) is not None:
         inside = gguf.parts(checkpoint) if checkpoint.is_file() else checkpoint.iterdir()

@@ -5,7 +5,9 @@ This module does not import jax, so that ``--help`` takes no time.
 
 import dataclasses
 
-from experiments.fields import Budget, Count, Names, Number, OptionalCount, OptionalText, Text, Whole
+from experiments.config import RecallConfig
+from experiments.fields import Budget, Count, Names, Number, Numbers, OptionalCount, OptionalText, Text, Whole
+from experiments.tasks import recall
 from experiments.tuning.config import EvaluationConfig, TunedModel, TuneOptimizer, WindowConfig
 from kvjax.arguments import did_you_mean
 from kvjax.errors import ConfigError
@@ -53,6 +55,28 @@ class KeepConfig:
 
 
 @dataclasses.dataclass
+class RecallWindowsConfig:
+    """Attributes:
+    share: the probability that a training window contains recall material: facts, and questions about them, between the
+      sentences of a text (`experiments.training.mixture`).
+    recall_fraction: the share of such a window that consists of facts, questions and answers.
+    story_fraction: the probability that its text is a generated story; otherwise it is one of texts.
+    invented_fraction: the share of the episodes with random wording (`experiments.tasks.wording`).
+    wordy_fraction: the share of these episodes with words between a name and its value; the others have symbols.
+    task_shares: the relative frequencies of recall.TASKS, in their order.
+    common_words: the number of the texts' most frequent words that tasks use in addition to their nouns.
+    """
+
+    share: Number = 0.0
+    recall_fraction: Number = 0.2
+    story_fraction: Number = 0.5
+    invented_fraction: Number = 0.5
+    wordy_fraction: Number = 0.7
+    task_shares: Numbers = (0.2, 0.25, 0.3, 0.2, 0.05)
+    common_words: Count = 10_000
+
+
+@dataclasses.dataclass
 class TrainGateConfig:
     """Attributes:
     name: the name of the run.
@@ -69,12 +93,17 @@ class TrainGateConfig:
     sparsity: the weight of admission's penalty on tokens that are admitted.
     texts: text files, folders of text files or glob patterns.
     held_out: the file names of texts that are used for evaluation only; none = the last tenth of each text.
+    start: a file gate.safetensors with the initial parameters, of the same model and gate; "" = random ones.
+    mixture: the training windows with recall material.
+    recall: recall tasks that are measured at each evaluation, on held-out words and wordings.
     windows: the windows of the texts; the objectives answer and prompt_eviction take the new_tokens of a training
       window as the answer.
     evaluation: how the loss under a budget is measured.
     optimizer: AdamW with a schedule.
     rows: the number of windows of a step.
     steps: the number of steps of the run.
+    batches: the number of different batches of windows, which steps use in turn; the scores that replay and
+      replay_share train on are computed once per batch, and held in memory. none = windows of its own in each step.
     evaluate_every: the number of steps between evaluations.
     checkpoint_every: the number of steps between checkpoints.
     log_every: the number of steps between log lines.
@@ -94,11 +123,15 @@ class TrainGateConfig:
     sparsity: Number = 0.04
     texts: Names = ()
     held_out: Names = ()
+    start: Text = ""
+    mixture: RecallWindowsConfig = dataclasses.field(default_factory=RecallWindowsConfig)
+    recall: RecallConfig = dataclasses.field(default_factory=RecallConfig)
     windows: WindowConfig = dataclasses.field(default_factory=lambda: WindowConfig(prompt_length=256))
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     optimizer: TuneOptimizer = dataclasses.field(default_factory=TuneOptimizer)
     rows: Count = 8
     steps: Count = 200
+    batches: OptionalCount = None
     evaluate_every: Count = 50
     checkpoint_every: Count = 50
     log_every: Count = 10
@@ -140,6 +173,16 @@ def check(config: TrainGateConfig) -> None:
     if config.objective == PROMPT and config.keep.every > 1:
         raise ConfigError(
             f"keep.every={config.keep.every}: objective={PROMPT} evicts once, when a prompt ends; give 1."
+        )
+    if config.batches == 0:
+        raise ConfigError("batches=0 leaves nothing to train on; give a whole number of at least 1, or none.")
+    for name in ("share", "recall_fraction", "story_fraction", "invented_fraction", "wordy_fraction"):
+        if (given := getattr(config.mixture, name)) > 1:
+            raise ConfigError(f"mixture.{name}={given} is a share; give a number from 0 to 1.")
+    if len(config.mixture.task_shares) != len(recall.TASKS) or not sum(config.mixture.task_shares):
+        raise ConfigError(
+            f"mixture.task_shares={config.mixture.task_shares} must be {len(recall.TASKS)} numbers, not all 0, for "
+            f"{', '.join(recall.TASKS)}."
         )
     threshold(config)
 

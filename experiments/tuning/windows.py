@@ -9,8 +9,10 @@ import numpy as np
 from experiments.runs import data
 from experiments.training.config import files
 from experiments.training.corpus import read
+from experiments.tuning import recall_windows
 from experiments.tuning.config import TuneConfig
 from experiments.tuning.gate_config import TrainGateConfig
+from experiments.tuning.recall_windows import RecallWindows
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 
@@ -26,24 +28,32 @@ class Windows:
       held_out: texts to evaluate on, [N] int32 each.
       opening: the tokens that every window begins with: BOS where the model expects it.
       seed: the random seed of training windows.
+      recall: the source of training windows with recall material; None = there are none.
+      batches: the number of different batches, which steps use in turn; None = each step has its own.
     """
 
     training: list[np.ndarray]
     held_out: list[np.ndarray]
     opening: list[int]
     seed: int
+    recall: RecallWindows | None = None
+    batches: int | None = None
 
     def batch(self, step: int, rows: int, size: int) -> np.ndarray:
         """Returns the windows of a step, [rows, size] int32, which depend only on the seed and the step.
 
         Every token of the texts is as likely as any other to be in one of them, except near the ends of a text.
         """
-        rng = np.random.default_rng((self.seed, step))
+        rng = np.random.default_rng((self.seed, step % self.batches if self.batches else step))
+        inserted = [] if self.recall is None else self.recall.batch(rng, rows, size)
+        if len(inserted) == rows:
+            return np.stack(inserted)
         sizes = np.array([text.size for text in self.training], np.float64)
         body = size - len(self.opening)
-        chosen = rng.choice(len(sizes), size=rows, p=sizes / sizes.sum())
+        chosen = rng.choice(len(sizes), size=rows - len(inserted), p=sizes / sizes.sum())
         starts = [rng.integers(0, self.training[text].size - body + 1) for text in chosen]
-        return self._opened([self.training[text][at : at + body] for text, at in zip(chosen, starts, strict=True)])
+        own = self._opened([self.training[text][at : at + body] for text, at in zip(chosen, starts, strict=True)])
+        return np.concatenate([own, np.stack(inserted)]) if inserted else own
 
     def evaluation(self, count: int, size: int) -> np.ndarray:
         """Returns windows of each held-out text, evenly spread over it, [texts * count, size] int32."""
@@ -78,7 +88,8 @@ def load(config: TuneConfig | TrainGateConfig, model: Model) -> Windows:
         raise ConfigError(
             f"windows.prompt_length={shape.prompt_length} leaves no room for text after BOS; give more tokens."
         )
-    encoded = {path: data.encode(model, read(path)) for path in (*training, *held_out)}
+    contents = {path: read(path) for path in (*training, *held_out)}
+    encoded = {path: data.encode(model, text) for path, text in contents.items()}
     if held_out:
         own, others = ([(path.name, encoded[path]) for path in paths] for paths in (training, held_out))
     else:
@@ -92,7 +103,16 @@ def load(config: TuneConfig | TrainGateConfig, model: Model) -> Windows:
                     f"{name} has {text.size} tokens, fewer than the {sizes[use]} of a window of {use}; give longer "
                     "texts, or lower windows.prompt_length."
                 )
-    return Windows([text for _, text in own], [text for _, text in others], opening, config.seed)
+    made = Windows([text for _, text in own], [text for _, text in others], opening, config.seed)
+    if not isinstance(config, TrainGateConfig):
+        return made
+    recall = None
+    if config.mixture.share:
+        recall = recall_windows.load(
+            config.mixture, model, [contents[path] for path in training], made.training, opened=bool(opening),
+            seed=config.seed,
+        )  # fmt: skip
+    return dataclasses.replace(made, recall=recall, batches=config.batches)
 
 
 def checksums(config: TuneConfig | TrainGateConfig) -> dict[str, str]:

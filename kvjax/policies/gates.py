@@ -33,12 +33,14 @@ class Gate(Parameters):
 
     Attributes:
       matrices: the names of the parts that are matrices, contracted over their last axis; other parts are biases.
+      hidden_only: whether the gate reads the hidden state alone, and neither queries nor keys nor values.
       output: the function applied to the result: ``none``, ``sigmoid`` or ``log_sigmoid``.
       whole_prompt: whether the score of a token depends on the other tokens of the prompt, later ones included.
     """
 
     output: str = dataclasses.field(default="none", kw_only=True)
     trained = True
+    hidden_only: ClassVar[bool] = False
     whole_prompt: ClassVar[bool] = False
     matrices: ClassVar[frozenset[str]] = frozenset()
 
@@ -81,6 +83,7 @@ class LinearGate(Gate):
     """
 
     name = "linear_gate"
+    hidden_only = True
     matrices = frozenset({"kernel"})
 
     def parts(self, sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
@@ -106,6 +109,7 @@ class MlpGate(Gate):
     width: int = 512
     activation: str = "gelu"
     name = "mlp_gate"
+    hidden_only = True
     matrices = frozenset({"up", "down"})
 
     def __post_init__(self) -> None:
@@ -178,6 +182,7 @@ class SinkGate(Gate):
     width: int = 16
     sinks: int = 16
     name = "sink_gate"
+    hidden_only = True
     matrices = frozenset({"query", "key", "base"})
 
     def __post_init__(self) -> None:

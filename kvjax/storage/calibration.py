@@ -28,6 +28,8 @@ Array = jax.Array
 Expected = dict[str, dict[str, tuple[tuple[int, ...], str]]]  # name -> part -> shape and dtype
 
 FORMAT = "kvjax calibration 2"
+PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"
+FILE = "gate.safetensors"  # of a trained gate that kvjax contains, in a folder of its name
 SIDES = ("key", "value")  # names of the parts of a storage's calibration
 
 
@@ -247,21 +249,34 @@ def side_shapes(storage: Storage, kv_heads: int, dim: int, dtype: DTypeLike) -> 
     }
 
 
+def calibration_file(path_or_name: str | Path) -> Path:
+    """Returns the file of a calibration, which need not exist.
+
+    Args:
+      path_or_name: a file, or the name of a gate that kvjax contains; an existing file has precedence.
+    """
+    path = Path(path_or_name)
+    own = PRETRAINED / path / FILE
+    return own if len(path.parts) == 1 and not path.exists() and own.is_file() else path
+
+
 def load_calibration(path: str | Path) -> Calibration:
-    """Loads a calibration that `Calibration.save` has saved.
+    """Loads a calibration that `Calibration.save` has saved, or a trained gate that kvjax contains.
 
     It is checked against the model and the storage when it is used.
 
     Args:
-      path: of the file.
+      path: of the file; or ``kvjax-tiny-gate``, the gate of kvjax-tiny for
+        ``kvjax.policies.learned(0.2, gate=MlpGate(128), recent=25, sinks=4)``.
 
     Raises:
       StorageError: there is no such file, it is damaged or was changed, it is of an older format, or no calibration.
     """
+    path = calibration_file(path)
     if Path(path).is_dir():
         raise StorageError(f"calibration {path} is a folder; give the file that kvjax.calibrate(...).save(path) made.")
     if not Path(path).is_file():
-        raise StorageError(f"calibration {path} does not exist; make it with kvjax.calibrate(...).save(path).")
+        raise StorageError(f"calibration {path} does not exist; make it with kvjax.calibrate(...).save(path).{_own()}")
     try:
         with safe_open(str(path), "flax") as file:
             about = file.metadata() or {}
@@ -293,6 +308,12 @@ def load_calibration(path: str | Path) -> Calibration:
             raise
         raise StorageError(f"calibration {path} is not a file of kvjax.calibrate(...).save(path): {error}.") from None
     return made
+
+
+def _own() -> str:
+    """Names the gates that kvjax contains, for a message."""
+    names = sorted(path.parent.name for path in PRETRAINED.glob(f"*/{FILE}"))
+    return f" Gates that kvjax contains: {', '.join(names)}." if names else ""
 
 
 def _named(layers: Sequence[Sides]) -> dict[str, Array]:

@@ -15,6 +15,7 @@ from kvjax.training.gated_attention import GatedAttention
 from kvjax.training.objectives import (
     AnswerAttention,
     Distillation,
+    Examples,
     NextToken,
     ReplayedScore,
 )
@@ -32,7 +33,8 @@ from kvjax.training.thresholds import Admission, DelayedEviction, PromptEviction
 from kvjax.training.train import TrainedGate, train_gate
 
 __all__ = [
-    "Admission", "AnswerAttention", "DelayedEviction", "Distillation", "GatedAttention", "NextToken", "Objective",
-    "Progress", "PromptEviction", "ReplayedScore", "Replayer", "Retention", "Setup", "TrainedGate", "calibration_of",
+    "Admission", "AnswerAttention", "DelayedEviction", "Distillation", "Examples", "GatedAttention", "NextToken",
+    "Objective", "Progress", "PromptEviction", "ReplayedScore", "Replayer", "Retention", "Setup", "TrainedGate",
+    "calibration_of",
     "decayed_weights", "gated_weights", "masked_weights", "soft_gates", "train_gate", "visible",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Objectives: losses of gates on whole texts; the model is not trained."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,31 @@ class Distillation(Objective):
         return divergence + self.capacity * sum(excess, jnp.float32(0)) / len(excess)
 
 
+class Examples(NamedTuple):
+    """What a gate reads of a batch of texts, and the scores that it should return.
+
+    Attributes:
+      hidden: of each layer, [B, T, E].
+      heads: the queries [B, H, T, D], keys and values [B, K, T, D] of each layer; None if the gate does not read them.
+      targets: of each layer, [B, K, T] float32.
+    """
+
+    hidden: list[Array]
+    heads: list[tuple[Array, Array, Array]] | None
+    targets: list[Array]
+
+    def inputs(self, config: DecoderConfig) -> list[LayerInputs]:
+        """Returns the inputs of each layer; queries, keys and values that the gate does not read are 0."""
+        if self.heads is not None:
+            return [LayerInputs(hidden, *heads) for hidden, heads in zip(self.hidden, self.heads, strict=True)]
+        batch, n = self.hidden[0].shape[:2]
+        query, key = (
+            jnp.zeros((batch, count, n, config.head_dim), self.hidden[0].dtype)
+            for count in (config.num_heads, config.num_kv_heads)
+        )
+        return [LayerInputs(hidden, query, key, key) for hidden in self.hidden]
+
+
 @dataclasses.dataclass(frozen=True)
 class ReplayedScore(Objective):
     """The error of a gate's scores relative to KVzip's (KVzap, arXiv:2601.07891; Fast KVzip, arXiv:2601.17668).
@@ -98,17 +124,39 @@ class ReplayedScore(Objective):
         if self.form == "cross_entropy" and not share:
             raise PolicyError(f"{gate!r} must return a number in [0, 1]; give a SinkGate, or output='sigmoid'.")
 
-    def loss(self, setup: Setup, params: Params, gates: Gates, tokens: Array, progress: Progress) -> Array:
-        targets = jax.lax.stop_gradient(self.replayer.scores(params, tokens))
+    def examples(self, setup: Setup, params: Params, tokens: Array) -> Examples:
+        """Returns all that the loss of a batch depends on except the gates, so that steps can share it.
+
+        Args:
+          setup: the model and the gate.
+          params: of the model.
+          tokens: [B, T] int32, texts without padding.
+        """
+        targets = self.replayer.scores(params, tokens)
         _, inputs = run_model(setup, params, None, tokens)
+        hidden = [each.hidden for each in inputs]
+        heads = None if setup.gate.hidden_only else [(each.query, each.key, each.value) for each in inputs]
+        return Examples(hidden, heads, targets)
+
+    def error(self, setup: Setup, gates: Gates, examples: Examples) -> Array:
+        """Returns the loss of a batch, [] float32.
+
+        Args:
+          setup: the model and the gate.
+          gates: of each layer, [K or 1, ...] each.
+          examples: see `examples`.
+        """
         losses = []
-        for score, z in zip(scores_of(setup, gates, jax.lax.stop_gradient(inputs)), targets, strict=True):
+        for score, z in zip(scores_of(setup, gates, examples.inputs(setup.config)), examples.targets, strict=True):
             if self.form == "log":
                 losses.append(jnp.mean(jnp.square(score - jnp.log(jnp.maximum(z, FLOOR)))))
             else:
                 share, z = jnp.clip(score, FLOOR, 1 - 1e-6), jnp.clip(z, 0.0, 1.0)
                 losses.append(-jnp.mean(z * jnp.log(share) + (1 - z) * jnp.log1p(-share)))
         return sum(losses, jnp.float32(0)) / len(losses)
+
+    def loss(self, setup: Setup, params: Params, gates: Gates, tokens: Array, progress: Progress) -> Array:
+        return self.error(setup, gates, jax.lax.stop_gradient(self.examples(setup, params, tokens)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import experiments.train_gate
 import kvjax
 from experiments import fields
 from experiments.programs import train_gate
+from experiments.tasks import words
+from experiments.tuning import windows
 from experiments.tuning.config import EvaluationConfig, TunedModel, TuneOptimizer, WindowConfig
-from experiments.tuning.gate_config import GateConfig, KeepConfig, TrainGateConfig, check
+from experiments.tuning.gate_config import GateConfig, KeepConfig, RecallWindowsConfig, TrainGateConfig, check
 from experiments.tuning.windows import Windows
 from kvjax import policies
 from kvjax.errors import ConfigError, KvjaxError
@@ -76,6 +79,37 @@ def test_an_interrupted_run_resumes_exactly(config, tmp_path, monkeypatch):
     assert [event["step"] for event in curve] == [0, 3, 6]
     assert curve[-1]["learned"] == pytest.approx(found["nats"]["learned"])
     assert "| learned " in (Path(config.output) / "report.md").read_text()
+    # A run can start from it, if its gate is the same.
+    continued = fields.override(config, "start", str(Path(config.output) / "gate.safetensors"))
+    assert train_gate.first_gate(continued, model, policies.MlpGate(4)).hash == one.hash
+    with pytest.raises(KvjaxError, match="the policy needs MlpGate"):
+        train_gate.first_gate(continued, model, policies.MlpGate(5))
+
+
+def test_windows_with_recall_material_have_none_that_evaluations_ask_for(config, tmp_path):
+    model, book = kvjax.load("kvjax-tiny", dtype="float32"), tmp_path / "book.txt"
+    book.write_text("The old man looked at the sea, and said nothing. " * 400)
+    config = dataclasses.replace(
+        config, texts=(str(book),), held_out=(), windows=WindowConfig(prompt_length=384),
+        mixture=RecallWindowsConfig(share=1.0, recall_fraction=0.4, invented_fraction=0.3),
+    )  # fmt: skip
+    every, none, some = (
+        windows.load(dataclasses.replace(config, mixture=dataclasses.replace(config.mixture, share=share)), model)
+        for share in (1.0, 0.0, 0.5)
+    )
+    tokens = every.batch(3, 16, 384)
+    assert tokens.shape == (16, 384) and tokens.dtype == np.int32 and (tokens[:, 0] == model.tokenizer.bos_id).all()
+    np.testing.assert_array_equal(tokens, dataclasses.replace(every, batches=4).batch(7, 16, 384))
+    texts = [model.tokenizer.decode(row) for row in tokens]
+    number = re.compile(r"\d{3}")
+    assert sum(bool(number.search(text)) for text in texts) > 4  # of 16; words and variables have other answers
+    assert 2 < sum("old man" in text for text in texts) < 14  # the others are stories
+    held_out = (*words.HELD_OUT.things, *words.HELD_OUT.names)  # nouns are places of stories too
+    assert not [word for word in held_out for text in texts if re.search(rf"\b{word}\b", text)]
+    plain = "".join(model.tokenizer.decode(row) for row in none.batch(3, 16, 384))
+    assert plain.count("sea") > 100 and not number.search(plain)
+    mixed = [bool(set(model.tokenizer.decode(row)) - set(plain)) for row in some.batch(0, 64, 384)]
+    assert 12 < sum(mixed) < 52
 
 
 @pytest.mark.thorough
@@ -101,6 +135,9 @@ def test_objectives_lower_their_losses(config, objective):
         ("temperature", 0.0, "must be greater than 0"),
         ("objective", "answer", "leaves no answer"),
         ("optimizer.warmup_steps", 6, "must be below steps=6"),
+        ("batches", 0, "batches=0 leaves nothing to train on"),
+        ("mixture.share", 1.5, "mixture.share=1.5 is a share"),
+        ("mixture.task_shares", (1.0,), "must be 5 numbers, not all 0, for passkey"),
     ],
 )
 def test_settings_that_do_not_fit_together(config, path, value, message):
@@ -123,5 +160,6 @@ def test_budgets_that_cannot_be_trained_are_refused(config, path, value, message
 
 
 def test_the_command_line_lists_its_own_configs():
-    with pytest.raises(ConfigError, match=r"did you mean 'train_gate_tiny'\? known configs: train_gate_tiny"):
+    known = "train_gate_recall, train_gate_tiny"
+    with pytest.raises(ConfigError, match=rf"did you mean 'train_gate_tiny'\? known configs: {known}"):
         experiments.train_gate.main(["train_gate", "--config=train_gate_tinny"])

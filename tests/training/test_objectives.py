@@ -1,5 +1,7 @@
 """Losses of gates against their definitions, on the attention of a tiny model."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +79,13 @@ def test_replayed_scores(form):
             share = 1 / (1 + np.exp(-score))
             expected.append(-np.mean(z * np.log(share) + (1 - z) * np.log(1 - share)))
     assert float(loss(objective, model, setup, gates)) == pytest.approx(np.mean(expected), rel=1e-4)
+    # Steps that share a batch have the same loss, whatever the gate reads.
+    for own, hidden_only in ((gate, True), (policies.QkvGate(4, output=gate.output), False)):
+        model, setup, gates = made(own)
+        examples = jax.jit(functools.partial(objective.examples, setup))(model.params, jnp.asarray(TOKENS))
+        assert (examples.heads is None) == hidden_only
+        shared = objective.error(setup, gates, examples)
+        assert float(shared) == pytest.approx(float(loss(objective, model, setup, gates)), rel=1e-6)
     wrong = policies.SinkGate(output="log_sigmoid") if form == "cross_entropy" else None
     if wrong is not None:
         with pytest.raises(PolicyError, match=r"must return a number in \[0, 1\]"):
