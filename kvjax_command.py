@@ -40,6 +40,7 @@ COMMANDS = {
         "sweep": Command("experiments.sweep", "run every combination of the values of some fields"),
         "leaderboard": Command("experiments.leaderboard", "compare many caches, with intervals and ranks"),
         "paper": Command("experiments.paper", "measure tables and figures of H2O, RoCo and InfiniGen by name"),
+        "after-prompt": Command("experiments.after_prompt", "score tokens after a prompt, and compare pair by pair"),
         "read-fraction": Command("experiments.read_fraction", "measure recall by the share of slots that are read"),
         "train": Command("experiments.train", "train a small decoder, and export it as a Hugging Face folder"),
         "tune": Command("experiments.tune", "fine-tune a model through a cache, and measure the gap to the full cache"),

@@ -12,7 +12,7 @@ Hardware: any CPU; ten minutes on two cores, most of it compilation.
 Command: python -m experiments.run --config=random_control_tiny --config.data.text=FILE
 """
 
-from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig
+from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig, RecallConfig
 
 EVERY = 16  # slots that are evicted at once
 SCORES = (
@@ -20,7 +20,8 @@ SCORES = (
     "tova(share_heads=False, {every})", "scissorhands({every})", "morphkv(window=16, {every})",
     "rkv(window=8, {every})", "gkv(window=8, {every})", "lazy({every})", "vase({every})", "vase_dkv({every})",
     "expected_attention({every})", "triattention({every})", "qfilters({every})", "lagkv(lag=16, {every})",
-    "leverage({every})",
+    "leverage({every})", "rkv(lam=1.0, window=8, {every})", "value_aware(random({every}))",
+    "value_aware(window({every}))", "value_aware(h2o({every}))", "vase(large=4, {every})",
 )  # fmt: skip
 
 
@@ -32,5 +33,6 @@ def get_config() -> ExperimentConfig:
         policy=PolicyConfig(name=f"random_control(every={EVERY})", budget=64),
         baselines=("full", *(f"phases(full, {each})" for each in scores)),
         data=DataConfig(num_sequences=16, prompt_length=128, new_tokens=768),
+        recall=RecallConfig(tasks=("passkey", "associative"), prompts=32, length=640, nearest=100, farthest=320),
         repeats=0,
     )

@@ -1,12 +1,13 @@
 """Measures of attention, and of the attention that a policy misses, as in the papers and in linear memory.
 
 `sparsity`, `accumulated_attention`, `keys_for_mass` and `attention_std` measure the full cache; `attention_cosine`,
-`jaccard`, `miss_rate` and `retained` compare a policy with it, or a `CacheSpec` of policy, storage and selection;
-`retrieval_scores` and `retrieval_heads` measure heads, `head_gates` trains gates of heads on `passkeys`, and `budgets`
-divides slots among the layers. `selected` compares what a selection reads with the best choice of the same size,
-`skew_effect` does so with and without a skew, and `input_cosine` compares the inputs of consecutive layers. `plots`
-draws each of them, and `submodular` compares greedy selection with the optimum. `train_directions` and `search_ranks`
-fit a storage of low rank. `show` makes a page of a text that marks the tokens that each cache holds.
+`jaccard`, `miss_rate`, `recurrences`, `retained` and `output_error` compare a policy with it, or a `CacheSpec` of
+policy, storage and selection; `retrieval_scores` and `retrieval_heads` measure heads, `head_gates` trains gates of
+heads on `passkeys`, and `budgets` divides slots among the layers. `selected` compares what a selection reads with the
+best choice of the same size, `skew_effect` does so with and without a skew, and `input_cosine` compares the inputs of
+consecutive layers. `plots` draws each of them, and `submodular` compares greedy selection with the optimum.
+`train_directions` and `search_ranks` fit a storage of low rank. `show` makes a page of a text that marks the tokens
+that each cache holds.
 
 In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest row. Results are NumPy arrays.
 """
@@ -26,6 +27,8 @@ from kvjax.analysis.full_cache import (
 from kvjax.analysis.gates import HeadGates, Passkeys, head_gates, passkeys
 from kvjax.analysis.heads import RetrievalScores, retrieval_heads, retrieval_scores
 from kvjax.analysis.layer_inputs import InputCosine, input_cosine
+from kvjax.analysis.outputs import OutputError, output_error
+from kvjax.analysis.recurrence import Recurrences, recurrences
 from kvjax.analysis.selection_quality import Selected, SkewEffect, selected, skew_effect
 from kvjax.analysis.viewer import Viewer, show
 
@@ -35,8 +38,10 @@ __all__ = [
     "HeadGates",
     "InputCosine",
     "MissRate",
+    "OutputError",
     "Passkeys",
     "Ranks",
+    "Recurrences",
     "Retained",
     "RetrievalScores",
     "Selected",
@@ -55,8 +60,10 @@ __all__ = [
     "jaccard",
     "keys_for_mass",
     "miss_rate",
+    "output_error",
     "passkeys",
     "plots",
+    "recurrences",
     "replay_scores",
     "retained",
     "retrieval_heads",

@@ -52,6 +52,23 @@ def dense(own: Tiny, tokens: np.ndarray, policy: Any, prompt: int) -> Dense:
     return Dense(probability, seen, min(run.evict_gap.min(), 10 * run.above_gap.min()))
 
 
+def projected(own: Tiny, tokens: np.ndarray) -> list[list[step.Head]]:
+    """Returns the KV heads of each layer after a row of T tokens: all keys, values and queries, of the full cache."""
+    heads: list[step.Head] = []
+    attend = step.attend
+
+    def recorded(head, *args):
+        if not any(head is each for each in heads):
+            heads.append(head)
+        return attend(head, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "attend", recorded)
+        reference.reference_run(own.params, own.config, tokens[None], reference.policies.full(), len(tokens))
+    count = own.config.num_kv_heads
+    return [heads[layer * count : (layer + 1) * count] for layer in range(own.config.num_layers)]
+
+
 def full(own: Tiny, tokens: np.ndarray) -> Dense:
     return dense(own, tokens, reference.policies.full(), len(tokens))
 

@@ -20,7 +20,7 @@ from kvjax.cache.spec import as_spec
 from kvjax.errors import InputError, PolicyError
 from kvjax.models.parameters import parameter_shapes
 from tests import examples, reference
-from tests.analysis.dense import Dense, dense, full, top
+from tests.analysis.dense import Dense, dense, full, projected, top
 from tests.tiny import Tiny, random_tokens, tiny
 
 PROMPTS, LENGTHS = np.array([20, 12]), np.array([44, 27])
@@ -140,6 +140,78 @@ def test_jaccard(heads, name, importance):
             sets.append(top(score, seen[t], 5))
         assert got[layer, row, head, t] == pytest.approx(len(sets[0] & sets[1]) / len(sets[0] | sets[1]))
     assert np.nanmin(got) < 0.9
+
+
+def test_recurrences():
+    heads, name = "gqa", "h2o"
+    own, gap, threshold = model_for(heads, name), 3, 0.03
+    got = analysis.recurrences(
+        own.model, TOKENS, build(name, policies), prompt_length=PROMPTS, lengths=LENGTHS, gap=gap, threshold=threshold
+    )
+    group = own.config.num_heads // own.config.num_kv_heads
+    for row, (first, second) in enumerate(runs(heads, name)):
+        for layer, head in np.ndindex(own.config.num_layers, own.config.num_kv_heads):
+            paid = first.probability[layer, head * group : (head + 1) * group]
+            last = np.arange(LENGTHS[row])
+            for t in range(PROMPTS[row], LENGTHS[row]):
+                attended = (paid[:, t] >= threshold).any(axis=0) & (last >= PROMPTS[row]) & (np.arange(len(last)) <= t)
+                again = attended & (t - last > gap)
+                lost, mean = again & ~second.seen[layer, head, t], paid[:, t].mean(axis=0)
+                expected = again.sum(), lost.sum(), mean[again].sum(), mean[lost].sum()
+                np.testing.assert_allclose([x[layer, row, head, t] for x in got], expected, atol=1e-5)
+                last[attended] = t
+    queries(got.tokens)
+    assert np.nansum(got.tokens) > np.nansum(got.lost) > 0
+
+
+def test_output_error():
+    """Against float64 attention over the slots that a prompt leaves, with their weights and values."""
+    own, prompt, length = tiny("gqa", layers=2), 30, 44
+    made = {}
+    for name, policy in {"window": policies.window(9), "matched": policies.matched(8)}.items():
+        made[name] = analysis.output_error(own.model, TOKENS, policy, prompt_length=prompt)
+        state = kvjax.generation.prefill.prefill(own.model, TOKENS[:, :prompt], policy, max_new_tokens=1).state
+        for row, layer in np.ndindex(2, 2):
+            held = state.layers[layer]
+            for index, head in enumerate(dense_heads(row)[layer]):
+                live = np.asarray(held.position)[row, index] >= 0
+                key, value = (np.asarray(x)[row, index][live].astype(np.float64) for x in (held.key, held.value))
+                weight = held.stats["log_weight"] if "log_weight" in held.stats else np.zeros(held.position.shape)
+                weight = np.asarray(weight, np.float64)[row, index][live]
+                squares = np.zeros((2, 2, len(head.queries[0].rotated)))  # of errors and outputs, before and after
+                for t in range(length):
+                    follows = slice(prompt, max(prompt, t + 1))
+                    seen = slice(max(prompt, t + 1))
+                    whole = attended(head.queries[t].rotated, head.key[seen], head.value[seen], 0)
+                    left = attended(
+                        head.queries[t].rotated, np.concatenate([key, head.key[follows]]),
+                        np.concatenate([value, head.value[follows]]),
+                        np.concatenate([weight, np.zeros(len(head.key[follows]))]),
+                    )  # fmt: skip
+                    squares[0, int(t >= prompt)] += np.sum((left - whole) ** 2, axis=1)
+                    squares[1, int(t >= prompt)] += np.sum(whole**2, axis=1)
+                at = slice(2 * index, 2 * index + 2)
+                got = [x[layer, row, at] for x in made[name]]
+                np.testing.assert_allclose(got, np.sqrt(squares[0] / squares[1]), rtol=2e-3)
+    assert (made["matched"].prompt < made["window"].prompt).all()
+    # Heads of which some keep everything.
+    split = policies.split_heads(HALF, policies.window(9), policies.window(length))
+    both = analysis.output_error(own.model, TOKENS, split, prompt_length=prompt)
+    chosen = np.repeat(np.array(HALF, bool), 2, axis=1)[:, None]
+    for got, one in zip(both, made["window"], strict=True):
+        np.testing.assert_allclose(got, np.where(chosen, one, 0), rtol=1e-4, atol=1e-5)
+
+
+@functools.cache
+def dense_heads(row: int) -> list[list[reference.step.Head]]:
+    return projected(tiny("gqa", layers=2), TOKENS[row])
+
+
+def attended(query: np.ndarray, key: np.ndarray, value: np.ndarray, weight: Any) -> np.ndarray:
+    """Returns the outputs [G, D] of queries [G, D] over keys and values [S, D] with weights [S] as logarithms."""
+    logits = query @ key.T / np.sqrt(key.shape[1]) + weight
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return shares @ value / shares.sum(axis=1, keepdims=True)
 
 
 # What stays is other tests' matter: one of every kind of eviction, and each way of hiding or splitting.
@@ -269,6 +341,12 @@ def test_what_cannot_work_is_refused():
         analysis.retained(model, TOKENS, policy, prompt_length=44)
     with pytest.raises(InputError, match="top must be a whole number of at least 1; got 0"):
         analysis.miss_rate(model, TOKENS, policy, prompt_length=20, top=0)
+    with pytest.raises(InputError, match="gap must be a whole number of at least 1; got 0"):
+        analysis.recurrences(model, TOKENS, policy, prompt_length=20, gap=0)
+    with pytest.raises(InputError, match="prompt_length=44 leaves no query to measure: the rows have 44 tokens"):
+        analysis.output_error(model, TOKENS, policy, prompt_length=44)
+    with pytest.raises(InputError, match="does not hold exact keys at the positions of the text"):
+        analysis.output_error(model, TOKENS, CacheSpec(policy, storage.int8()), prompt_length=20)
     with pytest.raises(InputError, match="importance must be 'mass' or 'mean'; got 'last'"):
         analysis.jaccard(model, TOKENS, policy, prompt_length=20, top=5, importance="last")
     with pytest.raises(PolicyError, match="is not a policy"):
