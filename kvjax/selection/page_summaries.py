@@ -126,35 +126,32 @@ class Pages(Selection):
         """
         return 0 if self.prompt is None else 2 * dim * self.prompt.size
 
-    def read_in_prompt(self, index: Index, query: Array, at: Array, view: SelectView) -> Array:
-        """Marks the pages before a block of queries of a prompt that the block reads, [B, K, U] bool.
+    def read_in_prompt(self, score: Array | None, first: Array, shape: tuple[int, int, int], view: SelectView) -> Array:
+        """Marks the pages before blocks of queries of a prompt that each block reads, [R, K, U] bool.
 
-        The prompt's slots are in the order of its tokens, so that each page before the block is full.
+        The prompt's slots are in the order of its tokens, so that each page before a block is full.
 
         Args:
-          index: the result of `build`.
-          query: [B, K, G, n, D] rotated.
-          at: [B, n] int32, positions of the queries, which begin with a page; -1 = padding.
-          view: the slots of the prompt, of which scale, soft-cap and window are read.
+          score: [R, K, G, U] float32, from `block_score`; None if no page is chosen.
+          first: [R] int32, the position of each block's first query, where a page begins.
+          shape: (R, K, U).
+          view: the slots of the prompt, of which the window is read.
         """
         blocks = self.prompt
         assert blocks is not None
-        units = next(leaf.shape[2] for name, leaf in index.items() if name != "steps")
-        first = jnp.maximum(at[:, 0], 0)
-        # [B, 1, U] each
-        before, always = blocks.ends(first // self.page, units)
+        # [R, 1, U] each
+        before, always = blocks.ends(first // self.page, shape[2])
+        number = jnp.arange(shape[2], dtype=jnp.int32)
         if view.window is not None:
             # The first query sees the most of what is before the block.
-            newest = jnp.arange(1, units + 1, dtype=jnp.int32) * self.page - 1
-            before &= newest > first[:, None, None] - view.window
-        if not blocks.pages:
-            return jnp.broadcast_to(before & always, (*query.shape[:2], units))
-        score = jax.lax.stop_gradient(self.block_score(index, query, at >= 0, view.scale, view.soft_cap, blocks))
-        # [B, K, U]
-        candidate = jnp.broadcast_to(before & ~always, (*query.shape[:2], units))
-        worth = rank(score, candidate, normalise="gap", reduce="max")
-        number = jnp.broadcast_to(jnp.arange(units, dtype=jnp.int32), candidate.shape)
-        return (before & always) | best(worth, candidate, number, blocks.pages)
+            before &= (number + 1) * self.page - 1 > first[:, None, None] - view.window
+        marks = jnp.broadcast_to(before & always, shape)
+        if score is None:
+            return marks
+        # [R, K, U]
+        candidate = jnp.broadcast_to(before & ~always, shape)
+        worth = rank(jax.lax.stop_gradient(score), candidate, normalise="gap", reduce="max")
+        return marks | best(worth, candidate, jnp.broadcast_to(number, shape), blocks.pages)
 
     @property
     def most(self) -> int:

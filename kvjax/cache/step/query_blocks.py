@@ -66,17 +66,18 @@ def attend(
         units = -(-problem.slots // selection.page)
         # [B, K, U, page, ...]
         pages = [selection.by_page(x, units, fill) for x, fill in ((key, 0), (value, 0), (part.position, EMPTY))]
+        # [blocks, B, K, P] each
+        chosen, valid = _chosen(selection, index, *inputs[:2], units, view)
 
         def block(columns: dict[str, Array], inputs: PyTree) -> tuple[dict[str, Array], Array]:
-            query, position, weights = inputs
-            marks = selection.read_in_prompt(index, query, position, view)
-            read, slots = _gathered(pages, marks, position, selection)
+            query, position, weights, chosen, valid = inputs
+            read, slots = _gathered(pages, chosen, valid)
             one = rest.replace(query=query, query_position=position, weights=weights, grows=False, **read)
             found, own = attention.attend_and_reduce(one, "xla")
             added = {name: spread(x, slots, problem.slots) for name, x in own.items()}
             return {s.name: s.join(columns[s.name], added[s.name]) for s in statistics}, found.output
 
-        columns, outputs = jax.lax.scan(block, columns, inputs)
+        columns, outputs = jax.lax.scan(block, columns, (*inputs, chosen, valid))
         attended.append(join_queries(outputs, n - dense))
     # [B, K, G, n, D]
     output = jnp.concatenate(attended, axis=3)
@@ -92,25 +93,58 @@ def _index(
     return selection.build(index, {}, Held(position, key, view.prompt, view.skew, unrotate))
 
 
-def _gathered(pages: Sequence[Array], marks: Array, at: Array, selection: Pages) -> tuple[dict[str, Array], Array]:
+def _chosen(
+    selection: Pages, index: Index, query: Array, at: Array, units: int, view: SelectView
+) -> tuple[Array, Array]:
+    """Chooses the pages that each block of queries reads, its own among them.
+
+    Pages are scored block by block, which bounds the memory, and ranked at once for all blocks.
+
+    Args:
+      selection: the pages.
+      index: of the prompt.
+      query: [blocks, B, K, G, n, D] rotated.
+      at: [blocks, B, n] int32, positions of the queries; -1 = padding.
+      units: the number of pages U.
+      view: the slots.
+
+    Returns:
+      [blocks, B, K, P] each: pages in bounds, int32, and whether they are read, bool.
+    """
+    blocks, (count, batch, kv_heads, group) = selection.prompt, query.shape[:4]
+    assert blocks is not None
+    shape, own, score = (batch * count, kv_heads, units), blocks.size // selection.page, None
+    if blocks.pages:
+
+        def of_block(inputs: tuple[Array, Array]) -> Array:
+            query, at = inputs
+            return selection.block_score(index, query, at >= 0, view.scale, view.soft_cap, blocks)
+
+        # [blocks, B, K, G, U] -> [B * blocks, K, G, U]: the rows of a mesh stay where they are
+        score = jax.lax.map(of_block, jax.lax.stop_gradient((query, at)))
+        score = jnp.swapaxes(score, 0, 1).reshape(*shape[:2], group, units)
+    # [B * blocks]
+    first = jnp.maximum(at[:, :, 0], 0).T.reshape(-1)
+    marks = selection.read_in_prompt(score, first, shape, view)
+    number, page = jnp.arange(units, dtype=jnp.int32), (first // selection.page)[:, None, None]
+    found = compact(marks | ((number >= page) & (number < page + own)), blocks.before + own)
+    chosen, valid = (jnp.swapaxes(x.reshape(batch, count, kv_heads, -1), 0, 1) for x in found)
+    return chosen, valid
+
+
+def _gathered(pages: Sequence[Array], chosen: Array, valid: Array) -> tuple[dict[str, Array], Array]:
     """Gathers the pages of a block of queries.
 
     Args:
       pages: keys and values [B, K, U, page, D], and positions [B, K, U, page].
-      marks: [B, K, U] bool, the pages before the block that it reads.
-      at: [B, n] int32, the positions of its queries, which begin with a page.
-      selection: the size of pages, and the number of them that a block reads.
+      chosen: [B, K, P] int32, in bounds.
+      valid: [B, K, P] bool, whether a page is read.
 
     Returns:
       Keys, values and positions by the names of `Problem`, [B, K, W, ...], and their slots, [B, K, W] int32: out of
       bounds for those that are not read.
     """
-    assert selection.prompt is not None
-    page, units = selection.page, marks.shape[2]
-    own = selection.prompt.size // page
-    number, first = jnp.arange(units, dtype=jnp.int32), (jnp.maximum(at[:, 0], 0) // page)[:, None, None]
-    # [B, K, P]
-    chosen, valid = compact(marks | ((number >= first) & (number < first + own)), selection.prompt.before + own)
+    units, page = pages[2].shape[2:]
     # [B, K, P * page, ...]
     key, value, position = (gather(x, chosen).reshape(*chosen.shape[:2], -1, *x.shape[4:]) for x in pages)
     valid = jnp.repeat(valid, page, axis=2)
