@@ -42,10 +42,16 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("implementation", "auto", IMPLEMENTATIONS, about, flag_values=values)
     flags.DEFINE_bool("compile", False, "also try torch.compile with transformers' static cache", flag_values=values)
     text("text", None, "a file to score, for `stream` and `lm_eval`")
-    text("model", None, "folder, GGUF file or name; for `lm_eval` (default kvjax-tiny) and `gguf` (default SmolLM2)")
+    text(
+        "model",
+        None,
+        "folder, GGUF file or name; for `lm_eval` (default kvjax-tiny), `gguf` (default SmolLM2), `prefill`",
+    )
     several("grid", "12x103x64,12x512x64,96x2048x64", "shapes as BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
     several("kinds", ",".join(KINDS), "for `kernels`: attention with statistics `none` or `mass`, and a whole `step`")
-    about = "a cache to measure, for `selections` and `storages`; default all"
+    about = (
+        "a cache to measure, for `selections` and `storages`; default all. For `prefill`, a selection of a full cache"
+    )
     flags.DEFINE_multi_string("caches", [], about, flag_values=values)
     flags.DEFINE_bool(
         "fill",

@@ -1,9 +1,9 @@
-"""A prompt in one shot: with a policy's statistics, without, and by the peers."""
+"""A prompt in one shot: with a policy's statistics, without, by selections that read pages of it, and by the peers."""
 
 import contextlib
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from absl import flags
@@ -22,9 +22,16 @@ from experiments.bench.contestants import (
 from experiments.bench.decode import check_same, interpreters, names_of_peers, shape_for
 from experiments.bench.device import multiplying, prompt_flops, published
 from experiments.peers.process import PeerProcess
-from kvjax.cache import Limits
-from kvjax.devices import TERA
+from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
+from kvjax.devices import GIGA, TERA
+from kvjax.errors import ConfigError
 from kvjax.generation.prefill import prefill
+from kvjax.models.model import Model
+from kvjax.planning.prompt_attention import prompt_attention_flops
+from kvjax.policies import full
+from kvjax.specs.parse import build
 from kvjax.typing import JsonObject
 
 CONTEXT = 2048
@@ -32,9 +39,29 @@ PRODUCT = "a large product"
 
 
 def check(values: flags.FlagValues) -> None:
-    """Raises ConfigError if a peer has no such model, or a length is not valid."""
-    shape_for(values, names_of_peers(values.against))
+    """Raises ConfigError if a peer has no such model, or a length or a cache is not valid."""
+    against = names_of_peers(values.against)
+    if not values.model:
+        shape_for(values, against)
+    elif against:
+        raise ConfigError("--model has no peers here; add --against=none.")
     lengths(values)
+    caches(values)
+
+
+def caches(values: flags.FlagValues) -> dict[str, CacheSpec]:
+    """The full caches with the selections of --caches, by their text."""
+    return {text: CacheSpec(full(), selection=build("selection", text)) for text in values.caches}
+
+
+def attention_flops(model: Model, spec: CacheSpec, batch: int, context: int) -> int:
+    """FLOPs of attention over the prompts, as XLA computes it."""
+    prompts = np.full((batch,), context, np.int32)
+    sizes = sizes_for(
+        prompts, 0, width=context, block=None, limits=Limits(context, 1, shortest=context), last_fed=False
+    )
+    layout = lower(spec, model.config, sizes, prompts, implementation="xla").layout
+    return prompt_attention_flops(model.config, layout, batch, context)
 
 
 def run(values: flags.FlagValues) -> list[JsonObject]:
@@ -45,13 +72,18 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
 def one_length(values: flags.FlagValues, against: list[str], context: int) -> list[JsonObject]:
     """A row for every side, times in milliseconds a prompt."""
     batch = values.batch or 1
-    config = shape_for(values, against)
-    model = random_model(config, context + 1, values.dtype)
+    if values.model:
+        model = kvjax.load(values.model, dtype=values.dtype)
+    else:
+        model = random_model(shape_for(values, against), context + 1, values.dtype)
+    config = model.config
     prompt = random_prompt(config, batch, context)
     sides: dict[str, Iterator[float]] = {PRODUCT: multiplying(values.dtype)}
-    for name in dict.fromkeys(("full", *values.policies)):
+    names = dict.fromkeys(("full", *values.policies))
+    specs = {name: CacheSpec(policy_of(name, values.budget)) for name in names} | caches(values)
+    for name, spec in specs.items():
         run = functools.partial(
-            prefill, model, prompt, policy_of(name, values.budget), max_new_tokens=1,
+            prefill, model, prompt, spec, max_new_tokens=1,
             implementation=values.implementation, limits=Limits(context, 1, shortest=context),
         )  # fmt: skip
         sides[name] = timed(lambda run=run: run().state)  # type: ignore[misc]
@@ -75,9 +107,20 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
             **milliseconds(each, "prompt"),
             "tokens/s": batch * context / float(np.median(each)),
             "times full": ratio(each, times["full"]),
-            "TFLOP/s": work / float(np.median(each)) / TERA,
-            "% of a large product": 100 * ratio(work * an_operation, each),
-            "% of published": most and 100 * work / float(np.median(each)) / most,
+            "attention GFLOP": attention_flops(model, specs[name], batch, context) / GIGA if name in specs else None,
+            **_speeds(name not in values.caches and work, each, an_operation, most),
         }
         for name, each in times.items()
     ]
+
+
+def _speeds(work: int, times: Sequence[float], an_operation: np.ndarray, most: float | None) -> JsonObject:
+    """Columns of the FLOPs per second of prompts that are read whole; None where they are not (`work` is 0)."""
+    if not work:
+        return dict.fromkeys(("TFLOP/s", "% of a large product", "% of published"))
+    middle = float(np.median(times))
+    return {
+        "TFLOP/s": work / middle / TERA,
+        "% of a large product": 100 * ratio(work * an_operation, times),
+        "% of published": most and 100 * work / middle / most,
+    }

@@ -268,7 +268,10 @@ def test_stream(tmp_path):
 
 
 def test_prefill(tmp_path):
-    rows = bench(tmp_path, "prefill", "--against=none", "--policies=h2o", "--context=16")
+    sparse = "quest(page=2, budget=4, first_layer=0, in_prompt=True, sinks=2, recent=2, query_block=2)"
+    rows = bench(tmp_path, "prefill", "--against=none", "--policies=h2o", "--context=16", f"--caches={sparse}")
+    read = {row["side"]: row["attention GFLOP"] for row in rows}
+    assert read["full"] == read["h2o"] > read[sparse] > 0 and rows.pop()["TFLOP/s"] is None
     assert [row["side"] for row in rows] == ["full", "h2o"]
     assert rows[0]["times full"] == 1.0 and rows[1]["tokens/s"] > 0
     assert rows[0]["% of a large product"] > 0 and rows[0]["% of published"] is None
