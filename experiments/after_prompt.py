@@ -32,8 +32,8 @@ MEASURES = ("nats", "facts", "recurrences", "errors")
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_list("measures", ["nats", "facts"], f"what is measured, of {', '.join(MEASURES)}", flag_values=values)
     flags.DEFINE_list(
-        "against", ["window", "random"], "the caches to compare with: every cache whose name contains this text, the "
-        "first of them", flag_values=values,
+        "against", ["window", "random"], "the policies to compare with; of several caches of such a policy, the first",
+        flag_values=values,
     )  # fmt: skip
     flags.DEFINE_integer(
         "gap", None, "the number of tokens after which a token recurs; without it, recurring tokens are not scored by "

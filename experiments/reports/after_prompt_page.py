@@ -1,6 +1,7 @@
 """The tables of `experiments.after_prompt`, with 95 % intervals."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from experiments.leaderboards.page import interval
 from experiments.papers.statistics import paired_bootstrap
 from experiments.reports import tables
 from kvjax.analysis import OutputError
+
+MOST_LAYERS = 12  # of a model whose layers have columns
 
 
 def report(page: Mapping[str, Any]) -> str:
@@ -30,7 +33,9 @@ def report(page: Mapping[str, Any]) -> str:
 
 def _references(own: Mapping[str, Any], page: Mapping[str, Any]) -> list[str]:
     """Returns the caches to compare with, of those that are measured."""
-    found = (next((each for each in own if text in each), None) for text in page["against"])
+    # The name of a policy, and not of an argument: window, but not rkv(window=8).
+    words = [rf"(?<!\w){re.escape(text)}(?![\w=])" for text in page["against"]]
+    found = (next((each for each in own if re.search(word, each)), None) for word in words)
     return [each for each in found if each is not None]
 
 
@@ -104,7 +109,11 @@ def _of_errors(own: Mapping[str, Any], page: Mapping[str, Any]) -> list[str]:
             {
                 "cache": each, "mean": _number(f"{each} {name}", values.mean(axis=1)),
                 "lowest": f"{100 * np.mean(values <= lowest):.0f} %",
-            } | {f"layer {layer}": f"{values[:, layer].mean():.2f}" for layer in range(values.shape[1])}
+            } | {
+                f"layer {layer}": f"{values[:, layer].mean():.2f}"
+                for layer in range(values.shape[1])
+                if values.shape[1] <= MOST_LAYERS
+            }
             for each, values in error.items()
         ]  # fmt: skip
         what = "of the prompt" if name == "prompt" else "after the prompt"

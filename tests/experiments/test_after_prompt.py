@@ -9,6 +9,7 @@ import kvjax
 from experiments.after_prompt import main
 from experiments.config import DataConfig
 from experiments.programs.after_prompt import classes, recurring
+from experiments.reports.after_prompt_page import report
 from experiments.runs import data
 from kvjax import policies
 from kvjax.errors import ConfigError
@@ -29,6 +30,38 @@ def test_tokens_that_recur():
     parts = classes(tokens, PROMPT, GAP, 40)
     assert list(parts) == ["all", "recurring", "others", "0 to 40", "40 to 52"]
     assert (parts["recurring"] ^ parts["others"]).all() and parts["40 to 52"][:, 40:].all()
+
+
+def test_tables_compare_row_by_row():
+    def cache(mean, right, error):
+        nats = {
+            "kv_bytes": 64,
+            "mean": {"all": mean, "recurring": mean},
+            "tokens": {"all": [9, 9], "recurring": [0, 2]},
+        }
+        found = {"tokens": [4.0, 8.0], "lost": [1.0, 4.0], "mass": [2.0, 2.0], "mass_lost": [1.0, 1.0]}
+        return {
+            "nats": nats,
+            "facts": {"passkey": right},
+            "recurrences": found,
+            "errors": dict.fromkeys(("prompt", "following"), error),
+        }
+
+    page = {
+        "text": "book.txt", "command": "python", "against": ["window"],
+        "setting": {"gap": 80, "data": {"num_sequences": 2, "prompt_length": 8, "new_tokens": 9}},
+        "caches": {
+            "full": cache([1.0, 2.0], [1, 1], [[0.0, 0.0], [0.0, 0.0]]),
+            "phases(full, rkv(window=8))": cache([1.5, 2.25], [1, 0], [[0.5, 0.25], [0.5, 0.25]]),
+            "phases(full, window)": cache([1.25, 2.0], [0, 0], [[0.25, 0.5], [0.5, 0.5]]),
+        },
+    }  # fmt: skip
+    text = " ".join(report(page).split())
+    # The name of a policy is not that of an argument.
+    assert "Nats per token above `phases(full, window)`" in text and "above `phases(full, rkv" not in text
+    assert "phases(full, rkv(window=8)) +0.250 (+0.250 to +0.250) +0.250" in text
+    assert "phases(full, rkv(window=8)) 50 % (0 to 100)" in text and "38 % (25 to 50) 50 % (50 to 50)" in text
+    assert "phases(full, rkv(window=8)) 0.375 (0.375 to 0.375) 75 % 0.50 0.25" in text
 
 
 @pytest.mark.thorough
