@@ -10,6 +10,10 @@ Text and tokens
   `score_choices` the continuations of a context (`ChoiceScore`). Within `reuse_prompts`, calls on equal prompts under
   several caches compute them once. `cartridge` trains the slots of a compacted context (`Cartridge`).
 
+Contexts
+  A `Context` is the cache after some tokens, as a value. `contexts` has the functions that begin one, continue it turn
+  by turn, generate from it, and copy or join its rows.
+
 Caches
   `CacheSpec` is a policy, a storage and a selection. `policies`: which slots stay, such as ``policies.h2o(0.2)``.
   `storage`: how slots are held, such as ``storage.int8()``; those that need it have a `Calibration` (`calibrate`,
@@ -41,11 +45,12 @@ from kvjax.errors import KvjaxError
 from kvjax.version import __version__
 
 if TYPE_CHECKING:
-    from kvjax import policies, presets, selection, storage
+    from kvjax import contexts, policies, presets, selection, storage
     from kvjax.cache import CacheSpec, KVState, LayerKV, Limits
     from kvjax.checkpoint.huggingface import load
     from kvjax.checkpoint.writer import save
     from kvjax.generation.cartridge import Cartridge, cartridge
+    from kvjax.generation.context import Context
     from kvjax.generation.generate import Generation, generate
     from kvjax.generation.likelihood import LogLikelihood, log_likelihood
     from kvjax.generation.multiple_choice import ChoiceScore, score_choices
@@ -71,6 +76,7 @@ __all__ = [
     "Calibration",
     "Cartridge",
     "ChoiceScore",
+    "Context",
     "Generation",
     "Greedy",
     "KVState",
@@ -88,6 +94,7 @@ __all__ = [
     "calibrated",
     "cartridge",
     "compress_kv_heads",
+    "contexts",
     "generate",
     "generate_text",
     "keep_programs",
@@ -113,6 +120,7 @@ _load, __dir__ = lazy.attach(
         "kvjax.checkpoint.huggingface": ("load",),
         "kvjax.checkpoint.writer": ("save",),
         "kvjax.generation.cartridge": ("Cartridge", "cartridge"),
+        "kvjax.generation.context": ("Context",),
         "kvjax.generation.generate": ("Generation", "generate"),
         "kvjax.generation.likelihood": ("LogLikelihood", "log_likelihood"),
         "kvjax.generation.multiple_choice": ("ChoiceScore", "score_choices"),

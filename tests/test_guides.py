@@ -27,8 +27,8 @@ from tests.conftest import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = (
-    "policies", "how_it_works", "peers", "migrating", "troubleshooting", "generation", "budgets", "memory", "methods",
-    "experiments", "install",
+    "policies", "how_it_works", "peers", "migrating", "troubleshooting", "generation", "contexts", "budgets", "memory",
+    "methods", "experiments", "install",
 )  # fmt: skip
 LAYERS = 2  # of kvjax-tiny's, which compile in half the time
 
@@ -90,7 +90,14 @@ def anchor_of(heading: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("page", "name"), [("generation", "finished"), ("budgets", "result"), ("how_it_works", "other"), ("meshes", "made")]
+    ("page", "name"),
+    [
+        ("generation", "finished"),
+        ("contexts", "answer"),
+        ("budgets", "result"),
+        ("how_it_works", "other"),
+        ("meshes", "made"),
+    ],
 )
 def test_blocks_run(page, name):
     assert blocks(page) and name in run(page)

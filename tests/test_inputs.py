@@ -12,9 +12,9 @@ from kvjax import policies
 from kvjax.cache import CacheSpec
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower, max_positions
+from kvjax.contexts import extend
 from kvjax.errors import InputError, KvjaxError, PolicyError
 from kvjax.generation import prefill as loop
-from kvjax.generation.continue_cache import extend
 from kvjax.inputs import check_batch, check_count, warn_beyond_context
 from kvjax.models.parameters import random_parameters
 from kvjax.serve import Request, Runner

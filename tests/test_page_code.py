@@ -38,6 +38,7 @@ RUN_BY = {
     "CONTRIBUTING.md": ("tests/test_page_code.py::test_a_policy_of_contributing",),
     "docs/index.md": ("tests/test_readme.py::test_the_first_example_prints_what_the_page_says",),
     "docs/budgets.md": "tests/test_guides.py::test_blocks_run",
+    "docs/contexts.md": "tests/test_guides.py::test_blocks_run",
     "docs/generation.md": "tests/test_guides.py::test_blocks_run",
     "docs/how_it_works.md": "tests/test_guides.py::test_blocks_run",
     "docs/meshes.md": "tests/test_guides.py::test_blocks_run",

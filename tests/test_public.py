@@ -11,9 +11,8 @@ import pytest
 
 import kvjax
 from experiments import config as configs
-from kvjax import arguments, errors, policies, presets, selection, storage
+from kvjax import arguments, contexts, errors, policies, presets, selection, storage
 from kvjax.generation import prefill
-from kvjax.generation.continue_cache import extend
 from kvjax.generation.generate import decode
 from kvjax.serve import Request, Runner
 from tests.tiny import random_tokens, tiny
@@ -82,7 +81,8 @@ def test_messages_are_short_whatever_is_given(call):
 def factories():
     own = [getattr(axis, name) for axis in AXES for name in axis.names()]
     public = [getattr(kvjax, name) for name in kvjax.__all__ if inspect.isfunction(getattr(kvjax, name))]
-    loops = [prefill.prefill, extend, decode, policies.evict, policies.compress, Runner]
+    continued = [getattr(contexts, name) for name in contexts.__all__]
+    loops = [prefill.prefill, decode, *continued, policies.evict, policies.compress, Runner]
     return [*own, *policies.COMBINATORS.values(), *policies.HEAD_PLANS.values(), *public, *loops]
 
 

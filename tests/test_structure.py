@@ -35,6 +35,7 @@ ROOMS = [
     {"models", "generation.sampling"},
     {"checkpoint"},
     {"generation"},
+    {"contexts"},
     {"presets", "specs.parse"},
     {"planning", "analysis", "training", "lm_eval", "serve"},
 ]

@@ -23,8 +23,9 @@ from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.devices import Device
 from kvjax.errors import ConfigError
+from kvjax.generation.context import Context
 from kvjax.generation.generate import decode
-from kvjax.generation.prefill import Prefilled, prefill
+from kvjax.generation.prefill import prefill
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import random_parameters
 from kvjax.models.quantize import WeightCodes
@@ -165,7 +166,7 @@ def ours(
         yield seconds
 
 
-def advance(model: kvjax.Model, prefilled: Prefilled, tokens: int) -> tuple[float, Prefilled]:
+def advance(model: kvjax.Model, prefilled: Context, tokens: int) -> tuple[float, Context]:
     """Seconds a step of generating `tokens` tokens, and where to go on; what is given is consumed (donated)."""
     jax.block_until_ready(prefilled.state)
     start = time.perf_counter()
@@ -176,7 +177,7 @@ def advance(model: kvjax.Model, prefilled: Prefilled, tokens: int) -> tuple[floa
     return seconds, prefilled._replace(state=result.state)
 
 
-def copied(prefilled: Prefilled) -> Prefilled:
+def copied(prefilled: Context) -> Context:
     """With a state of its own, which can be donated."""
     return prefilled._replace(state=jax.tree.map(lambda x: x.copy(), prefilled.state))
 

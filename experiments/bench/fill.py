@@ -17,7 +17,7 @@ from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.slots import empty_stats, transient
 from kvjax.cache.step.prompt_end import Prompt, convert
-from kvjax.generation.prefill import Prefilled
+from kvjax.generation.context import Context
 
 
 def filled_steps(
@@ -38,7 +38,7 @@ def filled_steps(
 
 def filled(
     model: kvjax.Model, spec: CacheSpec, batch: int, context: int, tokens: int, implementation: Implementation = "xla"
-) -> Prefilled:
+) -> Context:
     """A cache as after a prompt of `context` tokens, with room for `tokens` more; what is kept is the newest.
 
     All heads of a layer must be one group.
@@ -75,4 +75,4 @@ def filled(
     budget: Any = jax.tree.map(jnp.asarray, lowered.budgets.decode)
     # Each is an array of its own, which can be donated.
     state = KVState(layers, length=row.copy(), prompt=row.copy(), total=row + tokens, budget=budget)
-    return Prefilled(jnp.zeros((batch, config.vocab_size)), state, layout)
+    return Context(jnp.zeros((batch, config.vocab_size)), state, layout)

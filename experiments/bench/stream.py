@@ -11,7 +11,8 @@ from experiments.config import DataConfig
 from experiments.runs import data
 from kvjax import cache, policies
 from kvjax.cache import Limits
-from kvjax.generation.prefill import Prefilled, prefill
+from kvjax.generation.context import Context
+from kvjax.generation.prefill import prefill
 from kvjax.typing import JsonObject
 
 SHORT = 1_000  # tokens of a turn at the beginning, and at the end
@@ -74,7 +75,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     return rows
 
 
-def again(model: kvjax.Model, start: Prefilled, tokens: int) -> Iterator[float]:
+def again(model: kvjax.Model, start: Context, tokens: int) -> Iterator[float]:
     """Seconds a step of generating the same tokens, every time."""
     while True:
         yield advance(model, copied(start), tokens)[0]

@@ -214,7 +214,7 @@ def _named(results: Result | Sequence[Result] | Mapping[str, Result]) -> dict[st
         found = {str(name): each for name, each in results.items()}
     else:
         # A result is a tuple too.
-        listed = [results] if isinstance(results, Generation | TextGeneration) else list(results)
+        listed: list[Any] = [results] if isinstance(results, Generation | TextGeneration) else list(results)
         found = {}
         for each in listed:
             generation = each.generation if isinstance(each, TextGeneration) else each

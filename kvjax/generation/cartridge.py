@@ -13,9 +13,9 @@ from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
 from kvjax.errors import InputError
+from kvjax.generation.context import Context
 from kvjax.generation.generate import check_room
 from kvjax.generation.multiple_choice import takes_blocks, without_step_kernels
-from kvjax.generation.prefill import Prefilled
 from kvjax.inputs import check_batch
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig
@@ -37,7 +37,7 @@ class Cartridge(NamedTuple):
       losses: [steps + 1] float32, the mean negative log-probability of a token, before each step and after the last.
     """
 
-    prefilled: Prefilled
+    prefilled: Context
     losses: np.ndarray
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ class Cartridge(NamedTuple):
 @plain_signature
 def cartridge(
     model: Model,
-    prefilled: Prefilled,
+    prefilled: Context,
     tokens: ArrayLike,
     *,
     lengths: ArrayLike | None = None,

@@ -16,9 +16,10 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState
 from kvjax.errors import InputError, shown
 from kvjax.generation import compiling, selection_record
+from kvjax.generation.context import Context
 from kvjax.generation.decoding import CHUNK, Carry, decode_steps, first_token
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
-from kvjax.generation.prefill import Prefilled, run_prefill
+from kvjax.generation.prefill import run_prefill
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling, penalty_of
 from kvjax.generation.selection_record import Record
 from kvjax.inputs import check_count, check_stop
@@ -47,6 +48,7 @@ class Generation(NamedTuple):
         rows without a token may follow those of the batch; see `Model.rows_on_mesh`.
       record: what selections chose, if it was asked for; otherwise None. Its first step feeds the first new token.
       layout: the static description of the cache.
+      context: of `kvjax.contexts.decode`, the context after the new tokens; otherwise None.
     """
 
     tokens: np.ndarray
@@ -55,6 +57,7 @@ class Generation(NamedTuple):
     state: KVState
     record: Record | None = None
     layout: CacheLayout | None = None
+    context: Context | None = None
 
     def __repr__(self) -> str:
         return one_line(self)
@@ -134,7 +137,7 @@ def generate(
 @plain_signature
 def decode(
     model: Model,
-    prefilled: Prefilled,
+    prefilled: Context,
     *,
     max_new_tokens: int,
     sampler: Sampler = Greedy(),
@@ -181,7 +184,7 @@ def decode(
 
 def _decode(
     model: Model,
-    prefilled: Prefilled,
+    prefilled: Context,
     *,
     max_new_tokens: int,
     sampler: Sampler,
@@ -250,7 +253,7 @@ def _all_finite(produced: list[tuple[np.ndarray, np.ndarray]]) -> bool:
     return all(bool(np.isfinite(logprobs).all()) for _, logprobs in produced)
 
 
-def seen_tokens(prefilled: Prefilled, sampler: Sampler) -> np.ndarray | None:
+def seen_tokens(prefilled: Context, sampler: Sampler) -> np.ndarray | None:
     """Returns the tokens that each row's prompt has, [B, V] bool on the host; None if the sampler has no penalty.
 
     Raises:
@@ -259,7 +262,7 @@ def seen_tokens(prefilled: Prefilled, sampler: Sampler) -> np.ndarray | None:
     if penalty_of(sampler) is None:
         return None
     if prefilled.tokens is None:
-        raise InputError("a repetition penalty needs the tokens of the prompts, which this Prefilled does not have.")
+        raise InputError("a repetition penalty needs the tokens of the prompts, which this Context does not have.")
     rows, vocabulary = prefilled.logits.shape
     # [B, V + 1]: padding goes to the last entry
     seen = np.zeros((rows, vocabulary + 1), bool)
@@ -274,7 +277,7 @@ def _ended(carry: Carry, ended: np.ndarray) -> Carry:
     return carry._replace(active=carry.active & ~distributed.put(ended, carry.active.sharding))
 
 
-def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
+def check_room(prefilled: Context, max_new_tokens: int) -> None:
     """Checks that heads that evict nothing while decoding have slots for all new tokens but the last, which is not fed.
 
     Args:
@@ -286,7 +289,7 @@ def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
     """
     check_count("max_new_tokens", max_new_tokens)
     layout, state = prefilled.layout, prefilled.state
-    length, prompt = distributed.to_host((state.length, state.prompt))
+    length = distributed.to_host(state.length)
     capacities, held = [], []
     for index, groups in enumerate(zip(layout.prompt, layout.decode, strict=True)):
         for number, (before, after) in enumerate(zip(*groups, strict=True)):
@@ -301,12 +304,26 @@ def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
                 f"{int(slots.max())} tokens are cached and {max_new_tokens} more are requested, but the cache has "
                 f"{capacity} slots; give `prefill` a larger max_new_tokens or larger limits."
             )
-    # Blocks, tiers and segments have arrays for what follows a prompt, however long that was.
-    following = [group.array_sizes.following for group in layout.groups if group.array_sizes is not None]
-    fed = int(np.max(length - prompt)) if following else 0
-    if following and fed + max_new_tokens - 1 > min(following):
+    check_following(prefilled, max_new_tokens - 1)
+
+
+def check_following(context: Context, fed: int) -> None:
+    """Checks that arrays for what follows a prompt, such as those of blocks, tiers and segments, are large enough.
+
+    Args:
+      context: the cache.
+      fed: the number of tokens that are to be fed.
+
+    Raises:
+      InputError: they are for fewer tokens after a prompt, however long that was.
+    """
+    following = [group.array_sizes.following for group in context.layout.groups if group.array_sizes is not None]
+    if not following:
+        return
+    length, prompt = distributed.to_host((context.state.length, context.state.prompt))
+    if (decoded := int(np.max(length - prompt))) + fed > min(following):
         raise InputError(
-            f"{fed} tokens were decoded and {max_new_tokens} more are requested, but the cache is for {min(following)} "
+            f"{decoded} tokens were decoded and {fed + 1} more are requested, but the cache is for {min(following)} "
             "after a prompt; give `prefill` a larger max_new_tokens or larger limits."
         )
 

@@ -16,9 +16,10 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
 from kvjax.generation import compiling, selection_record
+from kvjax.generation.context import Context
 from kvjax.generation.generate import check_room
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
-from kvjax.generation.prefill import Prefilled, prepare, run_prompts
+from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.generation.program import program
 from kvjax.generation.selection_record import Record
 from kvjax.inputs import check_batch, check_prompt
@@ -155,7 +156,7 @@ def log_likelihood(
     return result
 
 
-def score_continuation(model: Model, prefilled: Prefilled, tokens: np.ndarray, *, progress: bool = False) -> np.ndarray:
+def score_continuation(model: Model, prefilled: Context, tokens: np.ndarray, *, progress: bool = False) -> np.ndarray:
     """Scores a continuation of each prompt, which is fed token by token as in generation.
 
     Where prompts themselves need no scores, this runs the same program for them as generation does.

@@ -16,9 +16,10 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
 from kvjax.generation import compiling
+from kvjax.generation.context import Context
 from kvjax.generation.generate import check_room
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
-from kvjax.generation.prefill import Prefilled, prepare, run_prompts
+from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.generation.program import program
 from kvjax.inputs import check_batch, check_no_text
 from kvjax.models.bound import BoundDecoder, bind, logprob_of, over_logits
@@ -105,17 +106,17 @@ def score_choices(
     with model.on_mesh():
         prepared = prepare(model, spec, batch.lengths, total, width=batch.width, options=options, pad_rows=True)
         logits, _, state = run_prompts(model, batch.tokens, batch.lengths, total, prepared, score=False)
-    return _scores(model, Prefilled(logits, state, prepared.layout, rows=len(asked)), asked)
+    return _scores(model, Context(logits, state, prepared.layout, rows=len(asked)), asked)
 
 
 def score_prefilled(
-    model: Model, prefilled: Prefilled, choices: Sequence[Sequence[Sequence[int]]]
+    model: Model, prefilled: Context, choices: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[ChoiceScore]]:
     """Scores the choices of contexts that have been processed; see `score_choices`.
 
     Args:
       model: that of the contexts.
-      prefilled: from `kvjax.generation.prefill.prefill` or `kvjax.generation.continue_cache.extend`, with room for the
+      prefilled: from `kvjax.generation.prefill.prefill` or `kvjax.contexts.extend`, with room for the
         longest choice. It is unchanged.
       choices: for each context its continuations, each of at least one token.
 
@@ -134,7 +135,7 @@ def score_prefilled(
     return _scores(model, prefilled, asked)
 
 
-def _scores(model: Model, prefilled: Prefilled, asked: list[list[np.ndarray]]) -> list[list[ChoiceScore]]:
+def _scores(model: Model, prefilled: Context, asked: list[list[np.ndarray]]) -> list[list[ChoiceScore]]:
     """Scores checked choices, as many at a time as there are rows."""
     pairs = [(row, number) for row, own in enumerate(asked) for number in range(len(own))]
     # Continuations of like lengths are scored together.

@@ -31,10 +31,11 @@ from kvjax.cache.step.layer_shares import shared_by_layers
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.prompt_replay import evict_prompt
 from kvjax.generation import compiling, prompt_reuse, prompt_store
+from kvjax.generation.context import PAD, Context, Made, Span
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.program import program
 from kvjax.generation.prompt_replay import replayed
-from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
+from kvjax.inputs import Batch, check_batch, check_count, check_positions, warn_beyond_context
 from kvjax.models import layer_loop
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig
@@ -43,42 +44,13 @@ from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
 from kvjax.storage.side import rows_of
-from kvjax.summary import one_line
 from kvjax.typing import PyTree
 
 Array = jax.Array
 GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
 
 
-class Prefilled(NamedTuple):
-    """The result of a prefill, from which decoding starts.
-
-    Attributes:
-      logits: [B, V] float32, the logits after each row's last prompt token. On a mesh, rows without a token may follow
-        those of the batch; see `Model.rows_on_mesh`.
-      state: the cache.
-      layout: the static description of the cache.
-      tokens: [B, T] int32 on the host, the prompts; -1 after a row's last token. None = not known.
-      rows: the number of rows that are not padding; the first of all. None = all.
-    """
-
-    logits: Array
-    state: KVState
-    layout: CacheLayout
-    tokens: np.ndarray | None = None
-    rows: int | None = None
-
-    def __repr__(self) -> str:
-        return one_line(self)
-
-    def kept(self, layer: int) -> list[list[np.ndarray]]:
-        """Returns the positions that a layer holds; see `kvjax.generation.generate.Generation.kept`."""
-        return self.layout.kept(self.state, layer, self.num_rows)
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows that are not padding."""
-        return self.logits.shape[0] if self.rows is None else self.rows
+Prefilled = Context  # its name before contexts could be continued
 
 
 @cache_keywords()
@@ -91,7 +63,7 @@ def prefill(
     lengths: ArrayLike | None = None,
     options: CacheOptions | None = None,
     **cache: Unpack[CacheKeywords],
-) -> Prefilled:
+) -> Context:
     """Runs prompts through the model.
 
     Args:
@@ -120,22 +92,51 @@ def run_prefill(
     lengths: ArrayLike | None,
     max_new_tokens: int,
     options: CacheOptions,
-) -> Prefilled:
+) -> Context:
     """Runs `prefill` with what `CacheOptions.resolve` returns."""
     check_count("max_new_tokens", max_new_tokens)
     batch = check_batch(model.config, tokens, lengths, new_tokens=max_new_tokens)
     # [B]: the last new token is not fed back to the model.
     total = batch.lengths + max_new_tokens - 1
+    return run_batch(model, spec, batch, total, max_new_tokens - 1, options, last_fed=False)
+
+
+def run_batch(
+    model: Model,
+    spec: CacheSpec,
+    batch: Batch,
+    total: np.ndarray,
+    following: int,
+    options: CacheOptions,
+    *,
+    last_fed: bool,
+) -> Context:
+    """Runs checked prompts.
+
+    Args:
+      model: with the calibration of the cache.
+      spec: policy, storage and selection.
+      batch: the prompts.
+      total: [B] int32, the number of tokens that each row will hold in all.
+      following: the number of tokens after a prompt that arrays are made for.
+      options: blocks of the prompt, limits and implementation.
+      last_fed: see `prepare`.
+    """
     with model.on_mesh():
         prepared = prepare(
-            model, spec, batch.lengths, total, width=batch.width, options=options, last_fed=False, pad_rows=True
-        )
+            model, spec, batch.lengths, total, width=batch.width, options=options, last_fed=last_fed, pad_rows=True,
+            following=following,
+        )  # fmt: skip
         logits, _, state = run_prompts(model, batch.tokens, batch.lengths, total, prepared, score=False)
     rows = len(batch.lengths)
     # [B, T]
     padding = np.arange(batch.tokens.shape[1]) >= batch.lengths[:, None]
-    known = np.pad(np.where(padding, -1, batch.tokens), ((0, prepared.rows - rows), (0, 0)), constant_values=-1)
-    return Prefilled(logits, state, prepared.layout, known, rows)
+    known = np.where(padding, PAD, batch.tokens)
+    known = np.pad(known, ((0, prepared.rows - rows), (0, 0)), constant_values=PAD)
+    block = prepared.layout.block
+    boundaries = tuple((Span(int(n), int(n) if block is None else min(block, int(n))),) for n in batch.lengths)
+    made = Made(model, spec, options)
+    return Context(logits, state, prepared.layout, known, rows, boundaries, made)
 
 
 class Prepared(NamedTuple):
@@ -166,6 +167,7 @@ def prepare(
     options: CacheOptions,
     last_fed: bool = True,
     pad_rows: bool = False,
+    following: int | None = None,
 ) -> Prepared:
     """Lowers a spec for a batch, on the current mesh. Warns if the model was not trained for so many positions.
 
@@ -178,6 +180,7 @@ def prepare(
       options: blocks of the prompt, limits and implementation.
       last_fed: see `kvjax.cache.planning.limits.sizes_for`.
       pad_rows: whether arrays have rows without a token where the mesh does not divide those of the batch.
+      following: the number of tokens after a prompt that arrays are made for; None = as `total` says.
 
     Raises:
       InputError: if the batch exceeds the limits, or the model has no rotary positions to place by rank.
@@ -192,8 +195,8 @@ def prepare(
     # A row without a token has the budget of the first one, and holds nothing.
     prompt, total = (np.concatenate([each, np.repeat(each[:1], rows - len(each))]) for each in (prompt, total))
     sizes = sizes_for(
-        prompt, int(np.max(total - prompt)), width=width, block=options.prefill_block, limits=options.limits,
-        last_fed=last_fed,
+        prompt, int(np.max(total - prompt)) if following is None else following, width=width,
+        block=options.prefill_block, limits=options.limits, last_fed=last_fed,
     )  # fmt: skip
     lowered = lower(
         spec, model.config, sizes, prompt, implementation=options.implementation, platform=model.platform,

@@ -9,13 +9,14 @@ import numpy as np
 from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec
+from kvjax.contexts import extend
 from kvjax.errors import InputError
-from kvjax.generation.continue_cache import extend
+from kvjax.generation.context import Context
 from kvjax.generation.generate import decode, generate
 from kvjax.generation.likelihood import log_likelihood
 from kvjax.generation.multiple_choice import ChoiceScore, score_choices, score_prefilled
 from kvjax.generation.options import CacheOptions
-from kvjax.generation.prefill import Prefilled, prepare, run_prompts
+from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.generation.sampling import Greedy, Sampler, penalty_of
 from kvjax.lm_eval.batches import Ended, batches, bucket, ends, padded, until
 from kvjax.lm_eval.beginnings import Group, groups
@@ -154,7 +155,7 @@ class Runner:
             asked = [[pairs[index].continuation for index in contexts[number][1]] for number in batch]
             asked += [[]] * (len(tokens) - len(batch))
             if begun is not None:
-                copies = extend(self.model, begun, tokens, lengths=lengths, rows=[0] * len(tokens))
+                copies = extend(self.model, begun, tokens, lengths=lengths, rows=[0] * len(tokens), block=1)
                 made = score_prefilled(self.model, copies, asked)
             else:
                 longest = max(longest_of[number] for number in batch)
@@ -246,7 +247,7 @@ class Runner:
                     "requests": [*(index for index, _ in batch), *[0] * spare],
                 }  # fmt: skip
                 if begun is not None:
-                    copies = extend(self.model, begun, tokens, lengths=lengths, rows=[0] * len(tokens))
+                    copies = extend(self.model, begun, tokens, lengths=lengths, rows=[0] * len(tokens), block=1)
                     made = decode(self.model, copies, **options)
                 else:
                     made = generate(
@@ -310,7 +311,8 @@ class Runner:
                 ids, sizes, _ = padded(self.model, self.rows, [questions[index][number] for _, index, number in part])
                 spare = len(ids) - len(part)
                 copies = extend(
-                    self.model, begun, ids, lengths=sizes, rows=[*(row for row, *_ in part), *[part[0][0]] * spare]
+                    self.model, begun, ids, lengths=sizes, rows=[*(row for row, *_ in part), *[part[0][0]] * spare],
+                    block=1,
                 )  # fmt: skip
                 before = [questions[index][number] for _, index, number in part]
                 made = decode(
@@ -338,7 +340,7 @@ class Runner:
         """Groups contexts by what they begin with, if it may be shared."""
         return groups(contexts) if shares else [Group((), list(range(len(contexts))))]
 
-    def _beginning(self, beginning: Ids, following: Sequence[int], new_tokens: int) -> Prefilled | None:
+    def _beginning(self, beginning: Ids, following: Sequence[int], new_tokens: int) -> Context | None:
         """Processes what contexts begin with, if they do, with room for what follows it in each, and new tokens."""
         if not len(beginning):
             return None
@@ -347,7 +349,7 @@ class Runner:
 
     def _begun(
         self, tokens: np.ndarray, lengths: np.ndarray, questions: Sequence[int], new_tokens: int, limit: int
-    ) -> Prefilled:
+    ) -> Context:
         """Processes contexts, with room for the longest question about each, in tokens, and for an answer."""
         following = np.ones(len(lengths), np.int32)
         following[: len(questions)] = questions
@@ -361,7 +363,7 @@ class Runner:
                 options=dataclasses.replace(self._options, limits=limits), last_fed=False,
             )  # fmt: skip
             logits, _, state = run_prompts(self.model, tokens, lengths, total, prepared, score=False)
-        return Prefilled(logits, state, prepared.layout)
+        return Context(logits, state, prepared.layout)
 
     @property
     def _options(self) -> CacheOptions:

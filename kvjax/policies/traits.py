@@ -150,3 +150,12 @@ def held_in_steps(policy: Evict, budget: int, survivors: int, new: np.ndarray, w
         limit = budget + (np.full_like(new, survivors) if window is None else np.clip(window - new, 0, survivors))
     over = survivors + new - limit
     return np.where(over > 0, limit + 1 + (over - 1) % policy.every, survivors + new)
+
+
+def appended_one_by_one(policy: Evict) -> str | None:
+    """Returns why a policy takes the tokens after a prompt one by one, or None if it takes them as a block."""
+    if isinstance(policy.scope, Ring):
+        return f"policy {policy.name} is defined token by token"
+    if policy.budget is not None and policy.budget.beyond_prompt:
+        return f"the budget of policy {policy.name} counts the tokens after a prompt"
+    return None

@@ -1,7 +1,7 @@
 """States that many requests continue: a context is run and compressed once, and saved, loaded, extended and forked.
 
 A prefix is the cache after some tokens, and the logits after the last of them. What continues it is fed as if the model
-had generated it (`kvjax.generation.continue_cache`): one token at a time, or in one block where that makes no
+had generated it (`kvjax.contexts.extend`): one token at a time, or in one block where that makes no
 difference but for rounding. On one device, a loaded, a forked and a recomputed prefix are equal bit for bit, and so is
 one that was extended one token at a time, in several parts or in one.
 """
@@ -15,11 +15,11 @@ from numpy.typing import ArrayLike
 
 from kvjax.arguments import plain_signature
 from kvjax.cache.state import KVState
+from kvjax.contexts import extend
 from kvjax.errors import InputError
 from kvjax.generation.cartridge import cartridge
-from kvjax.generation.continue_cache import extend
+from kvjax.generation.context import Context
 from kvjax.generation.multiple_choice import takes_blocks
-from kvjax.generation.prefill import Prefilled
 from kvjax.inputs import check_batch, check_count, check_one_row
 from kvjax.models.config import DecoderConfig
 from kvjax.parallel import host_memory
@@ -104,7 +104,8 @@ class Prefix:
         ids = _one_row(self.prompts.model.config, tokens, new_tokens=1 + self.length)
         # A token must be left to be chosen.
         self.check(self.prompts, len(ids) + 1)
-        logits, state, *_ = extend(self.prompts.model, Prefilled(self.logits, self.state, self.prompts.layout), ids)
+        context = Context(self.logits, self.state, self.prompts.layout)
+        logits, state, *_ = extend(self.prompts.model, context, ids, block=1)
         return dataclasses.replace(self, state=state, logits=logits, tokens=np.concatenate([self.tokens, ids]))
 
     @plain_signature
@@ -118,7 +119,7 @@ class Prefix:
           optimizer: see `kvjax.cartridge`.
         """
         ids = _one_row(self.prompts.model.config, tokens, new_tokens=1 + self.length)
-        prefilled = Prefilled(self.logits, self.state, self.prompts.layout)
+        prefilled = Context(self.logits, self.state, self.prompts.layout)
         made = cartridge(self.prompts.model, prefilled, ids[None], steps=steps, rate=rate, optimizer=optimizer)
         return dataclasses.replace(self, state=made.prefilled.state)
 
@@ -131,7 +132,7 @@ class Prefix:
         whole = self.extend(tokens) if self.at_once and len(tokens) else self
         return Started(whole.logits, whole.state)
 
-    def fork(self, rows: int) -> Prefilled:
+    def fork(self, rows: int) -> Context:
         """Copies the state, for `kvjax.generation.generate.decode`.
 
         Args:
@@ -140,7 +141,7 @@ class Prefix:
         check_count("rows", rows)
         with self.prompts.model.on_mesh():
             logits, state = _rows((self.logits, self.state), np.zeros(rows, np.int32))
-        return Prefilled(logits, state, self.prompts.layout, np.tile(self.tokens, (rows, 1)))
+        return Context(logits, state, self.prompts.layout, np.tile(self.tokens, (rows, 1)))
 
 
 def make(prompts: Prompts, tokens: ArrayLike) -> Prefix:

@@ -11,9 +11,10 @@ import pytest
 from kvjax import policies
 from kvjax.errors import InputError
 from kvjax.generation.cartridge import cartridge, continuation_loss, slots_of
+from kvjax.generation.context import Context
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.multiple_choice import without_step_kernels
-from kvjax.generation.prefill import Prefilled, prefill
+from kvjax.generation.prefill import prefill
 from tests.tiny import random_tokens, tiny
 
 CONTEXT, NEW = 30, 12
@@ -21,7 +22,7 @@ LENGTHS = np.array([12, 7])
 TOKENS = random_tokens(2, 340, seed=4)[:, : CONTEXT + NEW]
 
 
-def compacted(policy: policies.Policy | None = None) -> Prefilled:
+def compacted(policy: policies.Policy | None = None) -> Context:
     return prefill(MODEL(), TOKENS[:, :CONTEXT], policy or policies.matched(6), max_new_tokens=NEW + 4)
 
 

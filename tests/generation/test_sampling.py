@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
+from kvjax.generation.context import Context
 from kvjax.generation.generate import seen_tokens
-from kvjax.generation.prefill import Prefilled
 from kvjax.generation.sampling import Greedy, Sample, check_sampling, penalised
 
 # Probabilities 0.05, 0.4, 0.15, 0.3, 0.1 in no order.
@@ -128,7 +128,7 @@ def test_a_repetition_penalty():
     """As transformers defines it. Tokens count once, however often they are there, and padding does not."""
     logits = np.random.default_rng(1).standard_normal((2, 9)).astype(np.float32)
     tokens = np.array([[3, 1, 3, 3], [8, 2, -1, -1]])
-    prefilled = Prefilled(jnp.asarray(logits), None, None, tokens)
+    prefilled = Context(jnp.asarray(logits), None, None, tokens)
     seen = seen_tokens(prefilled, Greedy(1.7))
     assert [np.flatnonzero(row).tolist() for row in seen] == [[1, 3], [2, 8]]
     got = np.asarray(penalised(jnp.asarray(logits), jnp.asarray(seen), 1.7))

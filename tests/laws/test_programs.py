@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.cache import Limits
-from kvjax.generation.continue_cache import extend
+from kvjax.contexts import extend
 from kvjax.generation.generate import decode
 from kvjax.generation.multiple_choice import score_prefilled
 from kvjax.generation.prefill import prefill

@@ -21,9 +21,10 @@ from kvjax import policies
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
-from kvjax.generation.continue_cache import extend
+from kvjax.contexts import extend
+from kvjax.generation.context import Context
 from kvjax.generation.decoding import decode_steps
-from kvjax.generation.prefill import Prefilled, prefill
+from kvjax.generation.prefill import prefill
 from kvjax.generation.sampling import Greedy
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
@@ -185,11 +186,11 @@ def run(model: Model, case: Case, tokens: np.ndarray, text: np.ndarray) -> list[
     return found
 
 
-def copies(model: Model, case: Case, tokens: np.ndarray) -> Prefilled:
+def copies(model: Model, case: Case, tokens: np.ndarray) -> Context:
     """Returns copies of some rows, to which tokens have been fed; a mesh does not divide their number."""
     lengths = np.asarray(LENGTHS[: case.rows])
     begun = prefill(model, tokens, case.spec(), max_new_tokens=NEW, lengths=lengths)
-    return extend(model, begun, tokens[:3, :4], lengths=[4, 1, 3], rows=[6, 0, 6])
+    return extend(model, begun, tokens[:3, :4], lengths=[4, 1, 3], rows=[6, 0, 6], block=1)
 
 
 def served(model: Model, case: Case, tokens: np.ndarray) -> list[list[int]]:

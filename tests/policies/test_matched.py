@@ -15,8 +15,8 @@ from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.state import Block
 from kvjax.cache.step import evict
+from kvjax.contexts import extend
 from kvjax.errors import PolicyError
-from kvjax.generation.continue_cache import extend
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.prefill import prefill
 from kvjax.generation.prompt_replay import chunk_tokens

@@ -17,7 +17,7 @@ from kvjax.cache import LayerKV
 from kvjax.cache.arrangements.block_arrays import OF_PROMPT
 from kvjax.errors import InputError, StorageError
 from kvjax.generation import generate
-from kvjax.generation.prefill import Prefilled
+from kvjax.generation.context import Context
 from kvjax.storage.gradient import differentiable
 from tests.laws import CLEAR, TIE, live, read, replay, streams
 from tests.reference import policies as reference
@@ -199,9 +199,9 @@ def test_more_tokens_than_there_is_room_for_are_refused(held):
     policy = policies.h2o(4) if held.name.startswith("mikv") else policies.full()
     layout = lowered(held, policy, LENGTHS, 5).layout
     state = types.SimpleNamespace(length=LENGTHS + np.array([0, 2, 0]), prompt=LENGTHS)
-    generate.check_room(Prefilled(None, state, layout), 4)
+    generate.check_room(Context(None, state, layout), 4)
     with pytest.raises(InputError, match="2 tokens were decoded and 5 more are requested, but the cache is for 5"):
-        generate.check_room(Prefilled(None, state, layout), 5)
+        generate.check_room(Context(None, state, layout), 5)
 
 
 @pytest.mark.parametrize(

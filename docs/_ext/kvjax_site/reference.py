@@ -9,17 +9,16 @@ from kvjax_site.docstrings import escaped_rst, markdown, summary
 
 #: Public packages, in the order of the reference; a name that two of them have is described where it is first.
 PACKAGES = (
-    "kvjax", "kvjax.policies", "kvjax.storage", "kvjax.selection", "kvjax.presets", "kvjax.cache", "kvjax.serve",
-    "kvjax.analysis", "kvjax.analysis.plots", "kvjax.analysis.submodular", "kvjax.training", "kvjax.planning",
-    "kvjax.planning.capacity", "kvjax.lm_eval", "kvjax.numerics.statistics", "kvjax.generation.prefill",
-    "kvjax.generation.continue_cache", "kvjax.generation.generate", "kvjax.models.skew", "kvjax.products",
+    "kvjax", "kvjax.policies", "kvjax.storage", "kvjax.selection", "kvjax.presets", "kvjax.cache", "kvjax.contexts",
+    "kvjax.serve", "kvjax.analysis", "kvjax.analysis.plots", "kvjax.analysis.submodular", "kvjax.training",
+    "kvjax.planning", "kvjax.planning.capacity", "kvjax.lm_eval", "kvjax.numerics.statistics",
+    "kvjax.generation.prefill", "kvjax.generation.generate", "kvjax.models.skew", "kvjax.products",
     "kvjax.errors",
 )  # fmt: skip
 #: Packages without ``__all__`` whose own public functions and classes are not all meant for users.
 NAMES = {
     "kvjax.presets": ("infinigen", "by_name", "accepts", "names"),
-    "kvjax.generation.prefill": ("Prefilled", "prefill"),
-    "kvjax.generation.continue_cache": ("extend",),
+    "kvjax.generation.prefill": ("prefill",),
     "kvjax.generation.generate": ("decode",),
 }
 INTRODUCED = ("kvjax",)  # whose docstring is not shown whole, since it is written for a terminal

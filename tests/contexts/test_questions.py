@@ -5,11 +5,12 @@ import warnings
 import numpy as np
 import pytest
 
-from kvjax import policies
+import kvjax
+from kvjax import policies, storage
 from kvjax.cache.planning.limits import Limits
 from kvjax.cache.state import live_slots
+from kvjax.contexts import extend
 from kvjax.errors import InputError
-from kvjax.generation.continue_cache import extend
 from kvjax.generation.generate import decode, generate
 from kvjax.generation.likelihood import log_likelihood
 from kvjax.generation.prefill import prefill
@@ -37,7 +38,7 @@ def test_a_copy_is_the_cache_of_a_text_that_goes_on(name):
     model, spec = tiny(layers=1).model, SPECS[name]
     ids, lengths = padded()
     first = begun(name)
-    made = extend(model, first, ids, lengths=lengths, rows=ROWS)
+    made = extend(model, first, ids, lengths=lengths, rows=ROWS, block=1)
     for place, (row, question) in enumerate(zip(ROWS, QUESTIONS, strict=True)):
         text = [*CONTEXTS[row, : LENGTHS[row]], *question]
         expected = log_likelihood(model, text, spec, prompt_length=int(LENGTHS[row])).state
@@ -45,7 +46,7 @@ def test_a_copy_is_the_cache_of_a_text_that_goes_on(name):
         if spec.storage.exact:
             assert_same_state(made.state, expected, place, 0, atol=2e-5)
     # The cache of the contexts is as it was, and can be extended again.
-    again = extend(model, first, ids, lengths=lengths, rows=ROWS)
+    again = extend(model, first, ids, lengths=lengths, rows=ROWS, block=1)
     np.testing.assert_array_equal(again.logits, made.logits)
     if name in AT_ONCE:
         # Nothing is evicted or encoded: the answers are those to contexts and questions in one prompt.
@@ -92,8 +93,10 @@ def test_what_cannot_be_asked():
     model, (ids, lengths) = tiny(layers=1).model, padded()
     with pytest.raises(InputError, match="rows must be 3 whole numbers from 0 to 2"):
         extend(model, begun("full"), ids, lengths=lengths, rows=[0, 1, 3])
-    with pytest.raises(InputError, match="give `prefill` a larger max_new_tokens"):
-        extend(model, begun("full", new_tokens=2), np.zeros((1, 300), np.int32))
+    host = kvjax.CacheSpec(policies.full(), storage.dense(memory="host"))
+    begun_on_host = prefill(model, CONTEXTS, host, max_new_tokens=2)
+    with pytest.raises(InputError, match=r"424 tokens do not fit in .* in host memory.*; give `prefill` a larger room"):
+        extend(model, begun_on_host, np.zeros((3, 400), np.int32))
     # What a compressor leaves of a prompt may be short, but nothing is evicted afterwards.
     limits = Limits(prompt=CONTEXTS.shape[1], new_tokens=4, shortest=int(LENGTHS.min()))
     made = prefill(model, CONTEXTS, policies.snapkv(8, window=4), max_new_tokens=4, lengths=LENGTHS, limits=limits)

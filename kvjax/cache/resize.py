@@ -1,0 +1,73 @@
+"""Changes the number of slots of arrays that hold single slots, between steps."""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import store_order
+from kvjax.cache.arrangements.single_slots import SlotArrangement
+from kvjax.cache.groups import Group
+from kvjax.cache.slots import constrain, constrain_slots, oldest_first, take
+from kvjax.cache.state import EMPTY, LayerKV, PerSlot
+from kvjax.parallel import host_memory
+
+Array = jax.Array
+
+
+def refuses(group: Group) -> str | None:
+    """Returns why the arrays of a group cannot change their size, or None if they can."""
+    if not isinstance(group.arrangement, SlotArrangement):
+        return f"storage {group.storage.label} holds tokens together, in arrays that are made for a number of tokens"
+    if group.storage.on_host:
+        return f"storage {group.storage.label} is in host memory, in arrays that are made for a number of tokens"
+    if not group.selection.reads_all:
+        return f"selection {group.selection.name} has an index that is made for a number of tokens"
+    return None
+
+
+def resized(layer: LayerKV, before: Group, after: Group) -> LayerKV:
+    """Moves the slots of a group into arrays of another size.
+
+    Larger arrays have the slots where they were, followed by empty ones. In smaller arrays the live slots, which must
+    fit, are ordered by age.
+
+    Args:
+      layer: in the arrays of `before`.
+      before: a group that `refuses` accepts.
+      after: the same group with another number of slots in some store.
+    """
+    if before.slots == after.slots:
+        return layer
+    parts = layer.parts
+
+    def per_store(leaf: Array) -> list[Array]:
+        return store_order.separated(leaf, before.slots, parts)
+
+    own = PerSlot(layer.stats, {name: layer.index[name] for name in before.selection.per_slot})
+    leaves, tree = jax.tree.flatten(own)
+    split = [per_store(leaf) for leaf in leaves]
+    positions, stores, moved = [], [], []
+    for number, (position, store) in enumerate(zip(per_store(layer.position), layer.stores, strict=True)):
+        slots = after.slots[number]
+        if slots >= before.slots[number]:
+            positions.append(_padded(position, slots, EMPTY))
+            stores.append(jax.tree.map(lambda leaf, slots=slots: _padded(leaf, slots), store))
+            moved.append([_padded(each[number], slots) for each in split])
+        else:
+            # [B, K, slots]
+            order = oldest_first(position, position >= 0, slots)
+            positions.append(take(position, order, slots, EMPTY))
+            stores.append(jax.tree.map(lambda leaf, order=order, slots=slots: take(leaf, order, slots), store))
+            moved.append([take(each[number], order, slots) for each in split])
+    joined = [store_order.joined(each, parts) for each in zip(*moved, strict=True)]
+    made: PerSlot = jax.tree.unflatten(tree, joined)
+    position = store_order.joined(positions, parts)
+    layer = layer.replace(position=position, stores=tuple(stores), stats=made.stats, index=layer.index | made.index)
+    return constrain_slots(layer, after.per_head) if after.slot_axes else constrain(layer)
+
+
+def _padded(leaf: Array, slots: int, fill: int = 0) -> Array:
+    """Adds slots to the end of an array [B, K, S, ...]."""
+    if host_memory.on_host(leaf):
+        raise AssertionError("arrays in host memory keep their size")
+    pad = ((0, 0), (0, 0), (0, slots - leaf.shape[2]), *((0, 0),) * (leaf.ndim - 3))
+    return jnp.pad(leaf, pad, constant_values=fill)

@@ -1,0 +1,28 @@
+"""Contexts: caches that are values. They are continued, forked, joined, rewound, saved and loaded.
+
+A `kvjax.Context` is the cache after some tokens, the logits after the last of them, the tokens, and how they were made.
+`prefill` begins one, `extend` adds a turn, `decode` generates and returns the context afterwards; `rows` copies rows (a
+fork), `join` puts the rows of two contexts into one.
+"""
+
+from typing import TYPE_CHECKING
+
+from kvjax import lazy
+
+if TYPE_CHECKING:
+    from kvjax.contexts.answers import decode
+    from kvjax.contexts.batches import join, rows
+    from kvjax.contexts.prompts import prefill
+    from kvjax.contexts.turns import extend
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "kvjax.contexts.answers": ("decode",),
+            "kvjax.contexts.batches": ("join", "rows"),
+            "kvjax.contexts.prompts": ("prefill",),
+            "kvjax.contexts.turns": ("extend",),
+        },
+    )
+
+__all__ = ["decode", "extend", "join", "prefill", "rows"]

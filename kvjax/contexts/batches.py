@@ -1,0 +1,143 @@
+"""Rows of contexts: copies of them, and the rows of two contexts in one."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax.arguments import plain_signature
+from kvjax.cache.groups import Group
+from kvjax.cache.layer_stack import arranged_state, stacked_runs
+from kvjax.cache.planning.layout import CacheLayout
+from kvjax.cache.resize import refuses
+from kvjax.cache.state import KVState
+from kvjax.contexts.feed import copy_rows, resize
+from kvjax.errors import InputError
+from kvjax.generation.context import Context, padded_rows
+from kvjax.parallel import host_memory
+
+Array = jax.Array
+
+
+@plain_signature
+def rows(context: Context, indices: ArrayLike) -> Context:
+    """Copies rows of a context; ``rows(context, [0] * n)`` is a fork of its first row.
+
+    Args:
+      context: the context, which is unchanged.
+      indices: [R] int, the row of the context that each row of the result is a copy of; repeats are allowed.
+
+    Raises:
+      InputError: an index is not that of a row, or there is none.
+    """
+    chosen = np.asarray(indices)
+    if chosen.ndim != 1 or not chosen.size or not np.issubdtype(chosen.dtype, np.integer) or (
+        chosen.min() < 0 or chosen.max() >= context.num_rows
+    ):  # fmt: skip
+        raise InputError(
+            f"indices must be whole numbers from 0 to {context.num_rows - 1}, at least one; got {indices!r}."
+        )
+    return _taken(context, chosen.astype(np.int32), context.text, context.boundaries)
+
+
+@plain_signature
+def join(first: Context, second: Context) -> Context:
+    """Puts the rows of two contexts into one, those of the first one first.
+
+    Args:
+      first: a context.
+      second: a context of the same model and the same cache. If one has more slots than the other, the result has as
+        many.
+
+    Raises:
+      InputError: the contexts are of different models or caches, or their arrays have different sizes and cannot grow.
+    """
+    _check_alike(first, second)
+    before = first.layout.decode, second.layout.decode
+    after = tuple(
+        tuple(_larger(*groups) for groups in zip(*layers, strict=True)) for layers in zip(*before, strict=True)
+    )
+    states = [resize(each.state, before=own, after=after) if own != after else each.state
+              for each, own in zip((first, second), before, strict=True)]  # fmt: skip
+    states[1] = arranged_state(states[1], stacked_runs(states[0].layers))
+    with _on_mesh(first):
+        state: KVState = jax.tree.map(_concatenated, *states)
+        logits = jnp.concatenate([first.logits, second.logits])
+    whole = Context(logits, state, dataclasses.replace(first.layout, decode=after), made=first.made)
+    start = first.logits.shape[0]
+    chosen = [*range(first.num_rows), *range(start, start + second.num_rows)]
+    texts, spans = (
+        None if one is None or two is None else [*one, *two]
+        for one, two in ((first.text, second.text), (first.boundaries, second.boundaries))
+    )
+    own = np.arange(len(chosen))
+    made = _taken(whole, np.array(chosen, np.int32), None, None)
+    return made._replace(
+        tokens=None if texts is None else padded_rows([texts[i] for i in own], made.logits.shape[0]),
+        boundaries=None if spans is None else tuple(spans),
+    )
+
+
+def _taken(
+    context: Context, chosen: np.ndarray, text: Sequence[np.ndarray] | None, boundaries: Sequence[tuple] | None
+) -> Context:
+    """Returns the rows [R] int32 of a context; rows without a token follow on a mesh that does not divide them."""
+    count = len(chosen)
+    model = None if context.made is None else context.made.model
+    padding = 0 if model is None or count == 1 else model.rows_on_mesh(count) - count
+    index, real = np.pad(chosen, (0, padding)), np.arange(count + padding) < count
+    with _on_mesh(context):
+        placed = (index, real) if model is None else model.place((index, real))
+        logits, state = copy_rows(context.state, context.logits, *placed)
+    return context._replace(
+        logits=logits, state=state, rows=count, snapshots=(),
+        tokens=None if text is None else padded_rows([text[i] for i in chosen], count + padding),
+        boundaries=None if boundaries is None else tuple(boundaries[i] for i in chosen),
+    )  # fmt: skip
+
+
+def _on_mesh(context: Context) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if context.made is None else context.made.model.on_mesh()
+
+
+def _check_alike(first: Context, second: Context) -> None:
+    """Checks that two contexts are of one model and one cache."""
+    different = list[str]()
+    if first.made is not None and second.made is not None:
+        if first.made.model.params is not second.made.model.params:
+            different.append("the model")
+        for name in ("policy", "storage", "selection"):
+            one, two = (getattr(made.spec, name) for made in (first.made, second.made))
+            if one != two:
+                different.append(f"the {name}, {one!r} and {two!r}")
+    if not different and _without_slots(first.layout) != _without_slots(second.layout):
+        different.append("the groups of heads of their layouts")
+    if different:
+        raise InputError(f"contexts can be joined if they were made alike; these differ in {'; '.join(different)}.")
+
+
+def _without_slots(layout: CacheLayout) -> list[list[Group]]:
+    return [[dataclasses.replace(group, slots=(), array_sizes=None) for group in layer] for layer in layout.decode]
+
+
+def _larger(one: Group, two: Group) -> Group:
+    """Returns the group of larger arrays."""
+    if one == two:
+        return one
+    if reason := refuses(one):
+        raise InputError(
+            f"contexts of {one.capacity} and {two.capacity} slots cannot be joined: {reason}; prefill both with the "
+            "same limits."
+        )
+    return dataclasses.replace(one, slots=tuple(map(max, one.slots, two.slots)))
+
+
+def _concatenated(one: Array, two: Array) -> Array:
+    """Joins arrays [A, ...] and [B, ...] to [A + B, ...], in the memory of the first."""
+    if not host_memory.on_host(one):
+        return jnp.concatenate([one, two])
+    return jax.device_put(np.concatenate([np.asarray(one), np.asarray(two)]), one.sharding)

@@ -1,0 +1,160 @@
+"""The programs that copy rows of a cache, feed tokens to the copies, and change the size of their arrays."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.groups import Phase
+from kvjax.cache.layer_stack import arranged_state, stacked_runs
+from kvjax.cache.resize import resized
+from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV
+from kvjax.generation import compiling
+from kvjax.generation.program import program
+from kvjax.models.bound import BoundDecoder, bind
+from kvjax.models.config import DecoderConfig
+from kvjax.parallel import host_memory
+from kvjax.parallel.sharding import Params
+
+Array = jax.Array
+How = Literal["blocks", "steps"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How tokens are fed.
+
+    Attributes:
+      held: the groups of heads of each layer between the calls.
+      during: the same while tokens are fed, with room for the tokens of a block.
+      how: in blocks of `block` tokens, or one token at a time in as many steps as the longest row has tokens.
+      block: the number of tokens of a block.
+      is_prompt: whether the view of a policy has the tokens as part of the prompt.
+    """
+
+    held: Phase
+    during: Phase
+    how: How
+    block: int
+    is_prompt: bool
+
+
+@program(static_argnames=("config", "plan"))
+def feed_copies(
+    params: Params,
+    state: KVState,
+    logits: Array,
+    rows: Array,
+    tokens: Array,
+    lengths: Array,
+    real: Array,
+    *,
+    config: DecoderConfig,
+    plan: Plan,
+) -> tuple[Array, KVState]:
+    """Copies rows of a cache and feeds tokens to each copy.
+
+    Args:
+      params: of the decoder.
+      state: the cache; not donated.
+      logits: [B, V] float32, those of the cache's newest tokens.
+      rows: [R] int32, the row that each copy is of.
+      tokens: [R, n] int32; in blocks, n is a multiple of the block.
+      lengths: [R] int32, the number of tokens of each; a row without a token is only copied.
+      real: [R] bool; the other rows are padding, and hold nothing afterwards.
+      config: the decoder.
+      plan: how tokens are fed.
+
+    Returns:
+      The logits after the last token of each, [R, V] float32, and the copies.
+    """
+    compiling.traced()
+    stacked = stacked_runs(state.layers)
+    # [R, V]
+    before, kv = _copied(state, logits, rows, real)
+    end = kv.length + lengths
+    kv = kv.replace(
+        prompt=jnp.where((lengths > 0) & plan.is_prompt, end, kv.prompt), total=jnp.maximum(kv.total, end)
+    )  # fmt: skip
+    kv = resized_state(kv, plan.held, plan.during)
+    decoder = bind(config, params)
+    runs = decoder.runs_now(kv, plan.during)
+    kv, decoder = arranged_state(kv, runs), decoder.looped(runs)
+    kv, last = _fed(decoder, kv, tokens, lengths, plan)
+    # [R, V]
+    after = jnp.where((lengths > 0)[:, None], decoder.logits(last), before)
+    return after, arranged_state(resized_state(kv, plan.during, plan.held), stacked)
+
+
+def _fed(decoder: BoundDecoder, kv: KVState, tokens: Array, lengths: Array, plan: Plan) -> tuple[KVState, Array]:
+    """Feeds tokens [R, n] of rows of lengths [R]; returns the cache, and the last hidden state of each row, [R, E]."""
+    rows, width = tokens.shape
+    start, step = kv.length, plan.block if plan.how == "blocks" else 1
+    # [step]
+    inside = jnp.arange(step, dtype=jnp.int32)
+
+    def feed(first: Array | int, kv: KVState, last: Array | None, ids: Array) -> tuple[KVState, Array]:
+        """Feeds the tokens from number `first` on, [R, step], and updates the last hidden states."""
+        # [R, step]
+        at = first + inside
+        position = jnp.where(at < lengths[:, None], start[:, None] + at, -1)
+        block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
+        # [R, step, E]
+        x, kv = decoder.hidden(ids, kv, block, plan.during)
+        # [R]: the row's last token in the block
+        index = jnp.clip(lengths - 1 - first, 0, step - 1)
+        # [R, E]
+        newest = jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
+        return kv, newest if last is None else jnp.where((lengths > first)[:, None], newest, last)
+
+    if plan.how == "blocks" and width == step:
+        return feed(0, kv, None, tokens)
+    # [R, E]
+    last = jnp.zeros((rows, decoder.config.embed_size), decoder.dtype)
+
+    def body(number: Array, carry: tuple[KVState, Array]) -> tuple[KVState, Array]:
+        first = number * step
+        # [R, step]
+        ids = jax.lax.dynamic_slice_in_dim(tokens, first, step, axis=1)
+        return feed(first, *carry, ids)
+
+    made: tuple[KVState, Array] = jax.lax.fori_loop(0, -(-jnp.max(lengths) // step), body, (kv, last))
+    return made
+
+
+@program()
+def copy_rows(state: KVState, logits: Array, rows: Array, real: Array) -> tuple[Array, KVState]:
+    """Copies rows of a cache; for the arguments see `feed_copies`."""
+    return _copied(state, logits, rows, real)
+
+
+def _copied(state: KVState, logits: Array, rows: Array, real: Array) -> tuple[Array, KVState]:
+    kv: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), state)
+    layers = jax.tree.map(lambda group: _emptied(group, real), kv.layers, is_leaf=lambda x: isinstance(x, LayerKV))
+    return host_memory.take_rows(logits, rows), kv.replace(length=jnp.where(real, kv.length, 0), layers=layers)
+
+
+@program(static_argnames=("before", "after"))
+def resize(state: KVState, *, before: Phase, after: Phase) -> KVState:
+    """Moves a cache into arrays of other sizes."""
+    return resized_state(state, before, after)
+
+
+def resized_state(state: KVState, before: Phase, after: Phase) -> KVState:
+    """Moves a cache into the arrays of other groups, which differ from those before in their numbers of slots."""
+    if all(one.slots == two.slots for pair in zip(before, after, strict=True) for one, two in zip(*pair, strict=True)):
+        return state
+    stacked = stacked_runs(state.layers)
+    layers = tuple(
+        Layer(resized(*each) for each in zip(layer, *groups, strict=True))
+        for layer, *groups in zip(arranged_state(state, ()).layers, before, after, strict=True)
+    )
+    return arranged_state(state.replace(layers=layers), stacked)
+
+
+def _emptied(layer: LayerKV, real: Array) -> LayerKV:
+    """Returns slots, of a layer or of a stack of layers, without those of the rows that are not real, [B] bool."""
+    # [B, 1, 1] or [B, 1, 1, 1]
+    mask = real.reshape(-1, *(1,) * (layer.position.ndim - 1))
+    return layer.replace(position=jnp.where(mask, layer.position, EMPTY))

@@ -1,0 +1,154 @@
+"""Further turns: copies rows of a context and feeds tokens to the copies."""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax.arguments import plain_signature
+from kvjax.cache.planning.limits import half_steps, power_of_two, prompt_bucket
+from kvjax.contexts.feed import Plan, feed_copies
+from kvjax.contexts.room import BY_LENGTH, during_block, one_by_one, with_room
+from kvjax.errors import InputError
+from kvjax.generation import compiling
+from kvjax.generation.context import Boundaries, Context, padded_rows, spans_with
+from kvjax.generation.multiple_choice import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
+from kvjax.inputs import check_batch, check_count
+from kvjax.models.config import DecoderConfig
+from kvjax.models.model import Model
+from kvjax.parallel import distributed
+
+
+@plain_signature
+def extend(
+    model: Model,
+    context: Context,
+    tokens: ArrayLike,
+    *,
+    lengths: ArrayLike | None = None,
+    rows: ArrayLike | None = None,
+    block: int | None = None,
+) -> Context:
+    """Copies rows of a context and feeds a further turn to the copies.
+
+    To a policy that evicts while decoding, a turn is a prompt: its tokens attend to the live slots and to each other,
+    and slots are evicted once, at the end of the turn or of each of its blocks. Statistics go on, and budgets stay
+    those of the first prompt. What a prompt compressor keeps of the first prompt stays, and turns are appended.
+
+    Some caches are defined token by token: H2O's ``ring``, budgets that count what follows a prompt, selections, and
+    storages that encode each token of a policy that evicts nothing. They take a turn one token at a time.
+
+    Args:
+      model: that of the context.
+      context: from `kvjax.contexts.prefill` or another function of contexts; it is unchanged.
+      tokens: [R, n] or [n] int, rows padded at the end; or a list of rows of any lengths. A row may have no token.
+      lengths: [R] int, the number of real tokens of each row; None for n.
+      rows: [R] int, the row of the context that each row of tokens continues; None for the rows in their order.
+      block: tokens of a block, counted from the first token of the turn; None for one block. 1 feeds tokens one at a
+        time, as if the model had generated them.
+
+    Returns:
+      The context after the turn. A row without a token is only copied. On a mesh that does not divide them, rows
+      without a token follow; see `Context`.
+
+    Raises:
+      InputError: tokens, lengths or rows that are not valid; arrays that cannot grow have too few slots; or the model
+        has no positions for so many tokens.
+    """
+    ids, sizes = _checked(model.config, tokens, lengths)
+    count, contexts = len(sizes), context.num_rows
+    source = np.arange(count) if rows is None else np.asarray(rows)
+    valid = source.shape == (count,) and np.issubdtype(source.dtype, np.integer)
+    if not valid or source.min() < 0 or source.max() >= contexts:
+        raise InputError(f"rows must be {count} whole numbers from 0 to {contexts - 1}, one per row; got {rows!r}.")
+    if block is not None:
+        check_count("block", block)
+    length, total = (x[source] for x in distributed.to_host((context.state.length, context.state.total)))
+    _check_positions(model.config, length + sizes, total)
+    fed = np.zeros(context.logits.shape[0], np.int32)
+    np.maximum.at(fed, source, sizes)
+    context = with_room(context, fed)
+    longest = max(int(sizes.max()), 1)
+    plan, width, size = _planned(context, longest, block)
+    # One row is no more work for each device than a row of padding.
+    padding = model.rows_on_mesh(count) - count if count > 1 else 0
+    # [R + padding, width]
+    given = np.zeros((count + padding, width), np.int32)
+    given[:count, : ids.shape[1]] = ids
+    # [R + padding]
+    copied, sizes_padded = (np.pad(each.astype(np.int32), (0, padding)) for each in (source, sizes))
+    real = np.arange(count + padding) < count
+    with model.on_mesh(), compiling.announced(compiling.tokens_of(context.layout.decode)):
+        logits, state = feed_copies(
+            model.params, context.state, context.logits, *model.place((copied, given, sizes_padded, real)),
+            config=model.config, plan=plan,
+        )  # fmt: skip
+    known, boundaries = _recorded(context, source, ids, sizes, length, size, count + padding)
+    return Context(logits, state, context.layout, known, count, boundaries, context.made)
+
+
+def _checked(config: DecoderConfig, tokens: ArrayLike, lengths: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns checked tokens [R, n] int32 and the number of tokens of each row, which may be 0."""
+    empty: np.ndarray | None = None
+    if lengths is not None:
+        sizes = np.asarray(lengths)
+        if sizes.ndim == 1 and np.issubdtype(sizes.dtype, np.integer):
+            empty, lengths = sizes == 0, np.where(sizes == 0, 1, sizes)
+    elif isinstance(tokens, list | tuple) and any(isinstance(row, list | tuple) and not row for row in tokens):
+        empty = np.array([isinstance(row, list | tuple) and not row for row in tokens])
+        tokens = [[0] if none else row for row, none in zip(tokens, empty, strict=True)]
+    batch = check_batch(config, tokens, lengths, new_tokens=0)
+    return batch.tokens, batch.lengths if empty is None else np.where(empty, 0, batch.lengths).astype(np.int32)
+
+
+def _check_positions(config: DecoderConfig, length: np.ndarray, total: np.ndarray) -> None:
+    """Checks that a model has positions for rows of `length` tokens, of which `total` were known before, [R] each."""
+    if config.learned_positions and int(length.max()) > config.max_positions:
+        raise InputError(
+            f"this model's learned position table ends at {config.max_positions} tokens, but a context and its "
+            f"continuation have {int(length.max())}; shorten them."
+        )
+    ropes = [config.kind(index).rope for index in range(config.num_layers)]
+    scalings = {rope.scaling for rope in ropes if rope is not None} & {*BY_LENGTH}
+    if scalings and (length > total).any():
+        raise InputError(
+            f"{int(length.max())} tokens do not fit: under {', '.join(sorted(scalings))} RoPE, keys are rotated for "
+            f"the number of tokens that was known at the prompt, here {int(total.max())}; give `prefill` a larger room."
+        )
+
+
+def _planned(context: Context, longest: int, block: int | None) -> tuple[Plan, int, int | None]:
+    """Returns how a turn is fed, the number of tokens that rows are padded to, and the size of its blocks."""
+    phase = context.layout.decode
+    if takes_blocks(phase):
+        # The result does not depend on blocks, but for rounding.
+        size = None if block == 1 or block is None or block >= longest else block
+        width = half_steps(longest, FEW_FED) if size is None else half_steps(-(-longest // size), 1) * size
+        during = without_step_kernels(phase)
+        return Plan(phase, during, "blocks", width if size is None else size, block != 1), width, block
+    if block == 1 or one_by_one(phase):
+        return Plan(phase, phase, "steps", 1, False), power_of_two(longest, MANY_FED), 1
+    if block is None or block >= longest:
+        width = size = prompt_bucket(longest)
+    else:
+        width, size = half_steps(-(-longest // block), 1) * block, block
+    return Plan(phase, during_block(phase, size), "blocks", size, True), width, block
+
+
+def _recorded(
+    context: Context,
+    source: np.ndarray,
+    ids: np.ndarray,
+    sizes: np.ndarray,
+    length: np.ndarray,
+    block: int | None,
+    count: int,
+) -> tuple[np.ndarray | None, Boundaries | None]:
+    """Returns the tokens of all rows and their spans after a turn, where those of the context are known."""
+    known, boundaries = None, None
+    if (text := context.text) is not None:
+        rows = [np.concatenate([text[row], ids[i, : sizes[i]]]) for i, row in enumerate(source)]
+        known = padded_rows(rows, count)
+    if context.boundaries is not None:
+        boundaries = tuple(
+            spans_with(context.boundaries[row], int(length[i]), int(sizes[i]), block) for i, row in enumerate(source)
+        )
+    return known, boundaries

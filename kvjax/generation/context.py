@@ -1,0 +1,135 @@
+"""`Context`: the cache after some tokens, the logits after the last of them, and how both were made."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from kvjax.cache.planning.layout import CacheLayout
+from kvjax.cache.spec import CacheSpec
+from kvjax.cache.state import KVState
+from kvjax.generation.options import CacheOptions
+from kvjax.models.model import Model
+from kvjax.summary import one_line
+
+Array = jax.Array
+PAD = -1  # after the last token of a row
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a row that were fed in blocks of one size.
+
+    Attributes:
+      stop: the position after the last of them; they begin where the span before stops.
+      block: tokens of a block; the last block may have fewer.
+    """
+
+    stop: int
+    block: int
+
+
+Boundaries = tuple[tuple[Span, ...], ...]  # of each row
+
+
+@jax.tree_util.register_static  # it is a part of results, and belongs to no row
+@dataclasses.dataclass(frozen=True, eq=False)
+class Made:
+    """The model and the cache that a context was made with.
+
+    Attributes:
+      model: the model, with the calibration of the cache.
+      spec: policy, storage and selection.
+      options: blocks of the prompt, limits and implementation; storage and selection are those of `spec`.
+    """
+
+    model: Model
+    spec: CacheSpec
+    options: CacheOptions
+
+    def __repr__(self) -> str:
+        return f"Made({self.spec.name})"
+
+
+class Context(NamedTuple):
+    """The cache after some tokens, from which generation and further turns start.
+
+    A context is a value: `kvjax.contexts` has the functions that make one from another. What it holds depends on its
+    tokens and on where their blocks ended, since a policy evicts at the end of a block.
+
+    Attributes:
+      logits: [B, V] float32, the logits after each row's last token. On a mesh, rows without a token may follow those
+        of the batch; see `Model.rows_on_mesh`.
+      state: the cache.
+      layout: the static description of the cache.
+      tokens: [B, T] int32 on the host, all tokens of each row, those that were evicted included; -1 after a row's last
+        token. None = not known.
+      rows: the number of rows that are not padding; the first of all. None = all.
+      boundaries: per row, the spans of tokens that were fed in blocks of one size. None = not known.
+      made: the model and the cache; None = not known, so that the context can be continued token by token only.
+      snapshots: the contexts after fewer tokens that `kvjax.contexts.prefill` was asked to keep.
+    """
+
+    logits: Array
+    state: KVState
+    layout: CacheLayout
+    tokens: np.ndarray | None = None
+    rows: int | None = None
+    boundaries: Boundaries | None = None
+    made: Made | None = None
+    snapshots: tuple["Context", ...] = ()
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def kept(self, layer: int) -> list[list[np.ndarray]]:
+        """Returns the positions that a layer holds; see `kvjax.generation.generate.Generation.kept`."""
+        return self.layout.kept(self.state, layer, self.num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows that are not padding."""
+        return self.logits.shape[0] if self.rows is None else self.rows
+
+    @property
+    def text(self) -> list[np.ndarray] | None:
+        """The tokens of each row, [n] int32, those that were evicted included; None = not known."""
+        return None if self.tokens is None else [row[row != PAD] for row in self.tokens[: self.num_rows]]
+
+    def with_text(self, rows: Sequence[np.ndarray], *, block: int | None) -> "Context":
+        """Returns the context with the tokens of its rows, of which the last ones were fed in blocks of `block`.
+
+        Args:
+          rows: all tokens of each row, [n] int32; they begin with those that are known.
+          block: see `spans_with`.
+        """
+        before = self.text
+        assert before is not None and self.boundaries is not None
+        spans = tuple(
+            spans_with(own, len(old), len(new) - len(old), block)
+            for own, old, new in zip(self.boundaries, before, rows, strict=True)
+        )
+        return self._replace(tokens=padded_rows(rows, self.logits.shape[0]), boundaries=spans)
+
+
+def padded_rows(rows: Sequence[np.ndarray], count: int) -> np.ndarray:
+    """Returns rows of tokens, [n] int32 each, as one array [count, T] int32, with `PAD` after a row's last token."""
+    # [count, T]
+    made = np.full((count, max((len(row) for row in rows), default=0)), PAD, np.int32)
+    for own, row in zip(made, rows, strict=False):
+        own[: len(row)] = row
+    return made
+
+
+def spans_with(before: tuple[Span, ...], start: int, count: int, block: int | None) -> tuple[Span, ...]:
+    """Returns the spans of a row after `count` tokens from `start` on, in blocks of `block` tokens (None = one)."""
+    if not count:
+        return before
+    own = Span(start + count, count if block is None else min(block, count))
+    if before and before[-1].block == own.block:
+        begun = before[-2].stop if len(before) > 1 else 0
+        # Blocks of one size that follow each other leave no trace of where feeding began.
+        if (start - begun) % own.block == 0:
+            return (*before[:-1], own)
+    return (*before, own)

@@ -1,0 +1,145 @@
+"""Contexts are values: turns, answers, copies and joined rows, with the equalities that they promise."""
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import contexts, policies, storage
+from kvjax.errors import InputError
+from kvjax.generation.context import Span
+from tests.examples import policy
+from tests.tiny import assert_same_state, kept, random_tokens, tiny
+
+TOKENS = random_tokens(3, 24, seed=3)
+LENGTHS = np.array([24, 17, 20])
+FIRST, BLOCK, ROOM = 8, 4, 40
+#: Policies that evict while decoding, with what their turns depend on.
+EVICTING = {
+    "statistics": policy("h2o", 8),
+    "pages": policies.by_page(policies.h2o(8), page=2),
+    "memory of queries": policy("morphkv", 8),
+    "merge": policies.h2o(8, merge=policies.d2o()),
+    "several at once": policies.h2o(8, every=3),
+    "places by rank": policies.streaming_llm(8, sinks=1),
+    "heads": policies.split_heads([[True, False]], policies.full(), policies.window(8)),
+    "codes": kvjax.CacheSpec(policies.roco(8, guard=2), storage.int8(residual=3)),
+}
+
+
+def model():
+    return tiny(layers=1).model
+
+
+def begun(spec=None, **options):
+    return contexts.prefill(model(), TOKENS, spec or policies.h2o(8), lengths=LENGTHS, room=ROOM, **options)
+
+
+def assert_equal(one, two):
+    for got, expected in zip(jax.tree.leaves((one.state, one.logits)), jax.tree.leaves((two.state, two.logits)),
+                             strict=True):  # fmt: skip
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(one.tokens, two.tokens)
+    assert one.boundaries == two.boundaries
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_turn_is_a_prompt_that_is_cut_at_the_same_boundaries(name):
+    """Ragged: the second row's last block has one token, and its first turn is as long as the others'."""
+    spec = EVICTING[name]
+    limits = kvjax.Limits(prompt=24, new_tokens=16)
+    whole = begun(spec, prefill_block=BLOCK, limits=limits)
+    first = np.where(np.arange(24) < FIRST, TOKENS, 0)
+    context = contexts.prefill(
+        model(), first, spec, lengths=[FIRST] * 3, room=24, prefill_block=BLOCK, limits=limits
+    )  # fmt: skip
+    made = contexts.extend(model(), context, TOKENS[:, FIRST:], lengths=LENGTHS - FIRST, block=BLOCK)
+    np.testing.assert_allclose(made.logits, whole.logits, atol=1e-4)
+    np.testing.assert_array_equal(made.tokens, whole.tokens)
+    assert made.boundaries == whole.boundaries == ((Span(24, 4),), (Span(17, 4),), (Span(20, 4),))
+    for row in range(3):
+        assert kept(made.state, row) == kept(whole.state, row)
+        if name != "codes":
+            assert_same_state(made.state, whole.state, row, atol=2e-5)
+
+
+def test_a_full_cache_does_not_depend_on_how_a_text_is_cut():
+    """Nor on the size of its arrays, which grow."""
+    long = random_tokens(1, 400, seed=5)[0]
+    whole = contexts.prefill(model(), long, policies.full())
+    made = contexts.prefill(model(), long[:30], policies.full(), room=40)
+    slots = made.layout.groups[0].capacity
+    for start, stop, block in ((30, 31, None), (31, 37, 1), (37, 200, 64), (200, 400, None)):
+        made = contexts.extend(model(), made, long[start:stop], block=block)
+    assert slots < 400 <= made.layout.groups[0].capacity and made.layout.groups[0].capacity % 256 == 0
+    np.testing.assert_allclose(made.logits, whole.logits, atol=1e-4)
+    assert_same_state(made.state, whole.state, 0, atol=1e-4)
+    np.testing.assert_array_equal(made.text[0], long)
+
+
+@pytest.mark.parametrize("spec", [policies.full(), policies.h2o(8), policies.snapkv(8, window=4)], ids=lambda p: p.name)
+def test_an_answer_in_two_parts_is_the_answer(spec):
+    """Greedy and sampled; and it is that of `generate`, to the bit."""
+    sampler, key = kvjax.Sample(top_p=0.9), jax.random.key(1)
+    options = {"sampler": sampler, "key": key}
+    whole = kvjax.generate(model(), TOKENS, spec, lengths=LENGTHS, max_new_tokens=12, **options)
+    context = begun(spec)
+    first = contexts.decode(model(), context, max_new_tokens=5, **options)
+    np.testing.assert_array_equal(first.logprobs, whole.logprobs[:, :5])
+    second = contexts.decode(model(), first.context, max_new_tokens=7, donate=True, **options)
+    np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], axis=1), whole.tokens)
+    np.testing.assert_array_equal(second.context.text[1], [*TOKENS[1, :17], *whole.tokens[1]])
+    assert second.context.boundaries[1] == (Span(17, 17), Span(29, 1))
+    # The context was not overwritten.
+    assert_equal(context, begun(spec))
+    # The last token has been fed, whether or not a row has ended before the others.
+    stop = [int(whole.tokens[1, 2])]
+    ended = contexts.decode(model(), context, max_new_tokens=5, stop=stop, **options).context
+    answers = [row[length:] for row, length in zip(ended.text, LENGTHS, strict=True)]
+    alone = contexts.extend(model(), context, answers, block=1)
+    assert len(answers[1]) == whole.tokens[1].tolist().index(stop[0]) + 1 < 5
+    np.testing.assert_allclose(ended.logits, alone.logits, atol=1e-4)
+
+
+def test_copies_and_joined_rows_are_the_rows():
+    context = begun()
+    assert_equal(contexts.rows(context, [0, 1, 2]), context)
+    fork = contexts.rows(context, [1, 1])
+    turns = [contexts.extend(model(), each, TOKENS[:2, :3]) for each in (fork, contexts.rows(fork, [1, 0]))]
+    assert_equal(*turns)
+    assert_equal(contexts.rows(contexts.join(fork, context), [2, 3, 4]), context)
+    # Rows in larger arrays go on as in their own.
+    full = begun(policies.full())
+    larger = contexts.extend(model(), contexts.rows(full, [2]), random_tokens(1, 500))
+    joined = contexts.join(full, larger)
+    assert joined.layout.groups == larger.layout.groups
+    for row in range(3):
+        assert_same_state(joined.state, full.state, row)
+    # A row without a token is as it was.
+    some = contexts.extend(model(), context, [[], [1, 2], [3]])
+    assert_same_state(some.state, context.state, 0)
+    np.testing.assert_array_equal(some.logits[0], context.logits[0])
+    assert [len(row) for row in some.text] == [24, 19, 21] and some.boundaries[0] == context.boundaries[0]
+
+
+def test_a_ring_and_selections_take_tokens_one_by_one():
+    reads_some = kvjax.CacheSpec(policies.full(), selection=kvjax.selection.optimal(6))
+    for spec in (policies.h2o(9, variant="ring"), reads_some):
+        context = begun(spec)
+        turns = [contexts.extend(model(), context, TOKENS[:, :3], block=block) for block in (None, 1)]
+        assert_equal(*turns)
+        assert turns[0].boundaries[0] == (Span(24, 24), Span(27, 1))
+
+
+def test_what_cannot_be_continued():
+    context = begun()
+    with pytest.raises(InputError, match="room=9 is smaller than the longest prompt, which has 24 tokens"):
+        contexts.prefill(model(), TOKENS, policies.h2o(8), room=9)
+    with pytest.raises(InputError, match="indices must be whole numbers from 0 to 2"):
+        contexts.rows(context, [3])
+    with pytest.raises(InputError, match="differ in the policy, Evict"):
+        contexts.join(context, begun(policies.h2o(9)))
+    with pytest.raises(InputError, match="differ in the model"):
+        contexts.join(context, contexts.prefill(tiny(seed=1, layers=1).model, TOKENS, policies.h2o(8)))
+    with pytest.raises(InputError, match="block must be"):
+        contexts.extend(model(), context, TOKENS[:, :3], block=0)
