@@ -26,8 +26,8 @@ from experiments.tasks import score
 from experiments.tasks.prompts import Prompt
 from kvjax import analysis
 from kvjax.cache import CacheSpec, Limits
+from kvjax.contexts import extend
 from kvjax.errors import ConfigError, KvjaxError
-from kvjax.generation.continue_cache import extend
 from kvjax.generation.generate import decode
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.prefill import prefill
@@ -174,7 +174,7 @@ def answered(model: Model, spec: CacheSpec, asked: Sequence[Prompt], prompt: int
     room = tokens.shape[1] - prompt + longest
     limits = Limits(prompt=prompt, new_tokens=room, shortest=prompt)
     prefilled = prefill(model, tokens[:, :prompt], spec, max_new_tokens=room, limits=limits, **options)
-    made = decode(model, extend(model, prefilled, tokens[:, prompt:]), max_new_tokens=longest)
+    made = decode(model, extend(model, prefilled, tokens[:, prompt:], block=1), max_new_tokens=longest)
     return [int(score.answers(model, row, each)) for row, each in zip(made.tokens, asked, strict=True)]
 
 
