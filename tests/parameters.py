@@ -12,9 +12,9 @@ import numpy as np
 import kvjax
 from kvjax.models.calibrate import model_sizes
 from kvjax.models.decoder import POLICY
-from kvjax.policies import LinearGate, ModelSizes, Parameters, QueryDirection, QuerySpread
+from kvjax.policies import LinearGate, LoCoCo, ModelSizes, Parameters, QueryDirection, QuerySpread
 
-EVERY = (QuerySpread(), QueryDirection(), LinearGate())
+EVERY = (QuerySpread(), QueryDirection(), LinearGate(), LoCoCo().weights)
 
 
 def of_head(name: str, part: str, layer: int, head: int, shape: tuple[int, ...]) -> np.ndarray:

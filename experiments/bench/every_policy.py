@@ -40,16 +40,16 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
 
 
 def with_parameters(model: Model, policy: Policy, tokens: np.ndarray) -> Model:
-    """Returns the model with the parameters of a policy, of a text of random tokens; those of gates are random."""
+    """Returns the model with the parameters of a policy, of a text of random tokens; trained ones are random."""
     own = parameters_of(policy)
     if not own:
         return model
     if not any(each.trained for each in own):
         return calibrated(model, policy, calibrate(model, tokens, policy))
-    (gate,) = (each for each in own if isinstance(each, policies.Gate))
+    (trained,) = own
     keys = jax.random.split(jax.random.key(0), model.config.num_layers)
-    gates = [gate.initial(key, model_sizes(model.config)) for key in keys]
-    return calibrated(model, policy, calibration_of(model, gate, gates))
+    layers = [trained.initial(key, model_sizes(model.config)) for key in keys]
+    return calibrated(model, policy, calibration_of(model, trained, layers))
 
 
 def evicting(budget: int, learned_positions: bool) -> dict[str, Policy]:

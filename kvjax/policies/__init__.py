@@ -15,6 +15,7 @@ from kvjax.policies.chunks import ChunkMean, chunkkv
 from kvjax.policies.combinators import Best, TimesValueNorm, by_page, from_layer, value_norm, with_heavy_hitters
 from kvjax.policies.compactor import LeverageAndMass, compactor
 from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
+from kvjax.policies.convolution import ConvolutionWeights, LoCoCo, lococo
 from kvjax.policies.critical import OutputNorm, TwoStages, critical
 from kvjax.policies.ems import GlobalOrLocal, ems
 from kvjax.policies.expected_attention import ExpectedAttention, expected_attention
@@ -170,15 +171,15 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
 
 __all__ = [
     "COMBINATORS", "D2O", "GATES", "HEAD_PLANS", "MERGES", "POLICIES", "AfterPrompt", "Anchors", "AtMost",
-    "AttentionGate", "Best", "BeyondPrompt", "Budget", "CaM", "ChannelGate", "ChunkMean", "Compensation", "Cursor",
-    "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched", "First", "FirstSlots", "Folded",
-    "Fraction", "FromLayer", "FutureLogit", "Gate", "GateImportance", "GateScore", "Given", "GlobalOrLocal",
-    "GlobalRedundancy", "GlobalScore", "Importance", "KVMerger", "Keep", "KeptPrompt", "KeyDifference",
-    "KeyValueShare", "Ladder", "LagRelative", "LargestAttention", "LargestValues", "Last", "LastColumns",
-    "LastFetched", "Leverage", "LeverageAndMass", "LinearGate", "LowNorm", "Mass", "MatchedAttention", "MeanMass",
-    "Merge", "MlpGate", "ModelSizes", "Newest", "ObservationWindow", "OutputChange", "OutputNorm", "OwnBlock",
-    "Padded", "Parameters", "PerLayer", "Phases", "Policy", "ProjectedShare", "Projection", "PromptEnd",
-    "PromptQueries", "Pyramid", "QkvGate", "QueryDirection", "QueryMoments", "QuerySpread", "Recency",
+    "AttentionGate", "Best", "BeyondPrompt", "Budget", "CaM", "ChannelGate", "ChunkMean", "Compensation",
+    "ConvolutionWeights", "Cursor", "DecayedMass", "Ends", "Everything", "Evict", "ExpectedAttention", "Fetched",
+    "First", "FirstSlots", "Folded", "Fraction", "FromLayer", "FutureLogit", "Gate", "GateImportance", "GateScore",
+    "Given", "GlobalOrLocal", "GlobalRedundancy", "GlobalScore", "Importance", "KVMerger", "Keep", "KeptPrompt",
+    "KeyDifference", "KeyValueShare", "Ladder", "LagRelative", "LargestAttention", "LargestValues", "Last",
+    "LastColumns", "LastFetched", "Leverage", "LeverageAndMass", "LinearGate", "LoCoCo", "LowNorm", "Mass",
+    "MatchedAttention", "MeanMass", "Merge", "MlpGate", "ModelSizes", "Newest", "ObservationWindow", "OutputChange",
+    "OutputNorm", "OwnBlock", "Padded", "Parameters", "PerLayer", "Phases", "Policy", "ProjectedShare", "Projection",
+    "PromptEnd", "PromptQueries", "Pyramid", "QkvGate", "QueryDirection", "QueryMoments", "QuerySpread", "Recency",
     "RecentAttention", "RecentQueries", "Recurrence", "Redundancy", "Replay", "ReplayQueries", "ReplayedAttention",
     "ReplayedGradient", "Ring", "RoundMemory", "RowMemory", "SampledAttention", "Scope", "Shared", "SharedLast",
     "SimilarKey", "SinkGate", "Slots", "Split", "SplitLayers", "Strided", "TextFraction", "TextSamples", "TimesAbove",
@@ -187,8 +188,8 @@ __all__ = [
     "compactor", "compensation", "compress", "counter", "critical", "cur", "d2o", "decayed_mass", "duo_attention",
     "ems", "everything", "evict", "expected_attention", "fifo", "fixed", "from_layer", "full", "gkv", "h2o",
     "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvgrad", "kvmerger", "kvzip", "ladder",
-    "lagkv", "largest_attention", "last", "lazy", "learned", "leverage", "local_only", "longgen", "low_norm", "lru",
-    "mass", "matched", "matched_attention", "mean_attention", "mean_mass", "morphkv", "names",
+    "lagkv", "largest_attention", "last", "lazy", "learned", "leverage", "local_only", "lococo", "longgen", "low_norm",
+    "lru", "mass", "matched", "matched_attention", "mean_attention", "mean_mass", "morphkv", "names",
     "observation_window_score", "padded", "phases", "protect_any", "protect_first", "protect_newest",
     "protect_prompt_end", "protect_varying", "pyramidkv", "qfilters", "random", "random_control", "razor_attention",
     "recency", "ring", "rkv", "roco", "scissorhands", "shared_last", "snapkv", "split_heads", "split_layers",

@@ -189,8 +189,8 @@ class Evict(Policy):
 
     @property
     def params(self) -> tuple[Parameters, ...]:
-        """The parameters that ranking and written scores read."""
-        own = (*self.importance.params, *self.scope.params)
+        """The parameters that ranking, written scores and the merge read."""
+        own = (*self.importance.params, *self.scope.params, *(self.merge.params if self.merge else ()))
         return distinct((*own, *(each for score in self.writes for each in score.reads)))
 
     @property

@@ -58,6 +58,8 @@ class View(NamedTuple):
       most_left: the largest number of slots per head that a compressor keeps of a prompt; None = not known.
       num_layers: the number of layers of the model.
       params: the arrays of the policy's `Parameters` for these KV heads, name -> part -> [K or 1, ...].
+      priority: [B, K, S] float32, by which slots were evicted, larger stays and +inf is protected; None unless a merge
+        has `ranks`.
     """
 
     position: Array
@@ -77,6 +79,7 @@ class View(NamedTuple):
     most_left: int | None = None
     num_layers: int = 1
     params: Mapping[str, Parts] = MappingProxyType({})
+    priority: Array | None = None
 
     @property
     def live(self) -> Array:
@@ -322,12 +325,19 @@ class Merge:
         `kvjax.parallel.slot_reductions` or `kvjax.policies.nearest`, and must not change if the tokens that every
         device knows are counted once for each device, which a maximum does not and a sum does.
       folds: whether `fold` is called; False = evicted pairs are dropped, and only `log_weight` is used.
+      ranks: whether `fold` reads `View.priority`.
+      params: the parameters that `fold` reads from the view, as `kvjax.policies.parameters.Parameters`.
     """
 
     needs: frozenset[str | Statistic] = frozenset()
     remembers: tuple[str, ...] = ()
     over_devices: bool = False
     folds: bool = True
+    ranks: bool = False
+
+    @property
+    def params(self) -> tuple[Parameters, ...]:
+        return ()
 
     def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
         """Folds the victims into the slots that stay.

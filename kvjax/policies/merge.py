@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from kvjax.arguments import count_argument, number_argument
 from kvjax.policies.base import factory
 from kvjax.policies.components import Folded, Merge, Stats, View
+from kvjax.policies.convolution import lococo
 from kvjax.policies.nearest import nearest, newest, victims_of
 
 Array = jax.Array
@@ -236,4 +237,6 @@ kvmerger = factory(KVMerger)
 anchors = factory(Anchors)
 
 #: Every merge, by name.
-MERGES: dict[str, Callable[..., Merge]] = {"cam": cam, "d2o": d2o, "kvmerger": kvmerger, "anchors": anchors}
+MERGES: dict[str, Callable[..., Merge]] = {
+    "cam": cam, "d2o": d2o, "kvmerger": kvmerger, "anchors": anchors, "lococo": lococo,
+}  # fmt: skip

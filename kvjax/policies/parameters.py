@@ -67,6 +67,15 @@ class Parameters:
         """
         raise NotImplementedError
 
+    def initial(self, key: Array, sizes: ModelSizes) -> dict[str, Array]:
+        """Returns one layer's arrays before training, [K or 1, ...] float32, if they are trained.
+
+        Args:
+          key: [] random key.
+          sizes: of the model.
+        """
+        raise NotImplementedError
+
     def prepare(self, samples: TextSamples, sizes: ModelSizes) -> dict[str, np.ndarray]:
         """Computes one layer's arrays, [K or 1, ...] as `parts` says, from a text.
 

@@ -53,6 +53,15 @@ def parameters_of(policy: Policy) -> tuple[Parameters, ...]:
     return distinct(each for part in evictions(policy) for each in part.params)
 
 
+def merge_parameters_of(policy: Policy) -> tuple[Parameters, ...]:
+    """Returns the parameters that the merges of a policy read.
+
+    Raises:
+      PolicyError: different parameters have the same name.
+    """
+    return distinct(each for part in evictions(policy) if part.merge is not None for each in part.merge.params)
+
+
 def merging(policy: Policy) -> str | None:
     """Returns the name of the first of its `phases` that merges evicted pairs into others; None if there is none."""
     return next((each.name for each in phases(policy) if each.merge is not None), None)

@@ -8,10 +8,11 @@ Objectives are losses of the gates of a `Setup`: `NextToken`, `Distillation` (TR
 Fast KVzip; `Replayer` computes its targets), `AnswerAttention` (Locret), and for gates with a threshold
 `DelayedEviction` (DMS), `PromptEviction` (Attention-Gate) and `Admission` (WG-KV). `calibration_of` makes a calibration
 of trained gates, which `kvjax.policies.learned` takes. `train_gate` trains a gate on tokens, and ``python -m
-experiments.train_gate`` on text files.
+experiments.train_gate`` on text files. `train_merge` trains the parameters of a merge (`kvjax.policies.lococo`).
 """
 
 from kvjax.training.gated_attention import GatedAttention
+from kvjax.training.merges import train_merge
 from kvjax.training.objectives import (
     AnswerAttention,
     Distillation,
@@ -35,6 +36,6 @@ from kvjax.training.train import TrainedGate, train_gate
 __all__ = [
     "Admission", "AnswerAttention", "DelayedEviction", "Distillation", "Examples", "GatedAttention", "NextToken",
     "Objective", "Progress", "PromptEviction", "ReplayedScore", "Replayer", "Retention", "Setup", "TrainedGate",
-    "calibration_of",
-    "decayed_weights", "gated_weights", "masked_weights", "soft_gates", "train_gate", "visible",
+    "calibration_of", "decayed_weights", "gated_weights", "masked_weights", "soft_gates", "train_gate", "train_merge",
+    "visible",
 ]  # fmt: skip

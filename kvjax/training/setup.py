@@ -14,7 +14,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
 from kvjax.policies.gates import Gate
-from kvjax.policies.parameters import Parts
+from kvjax.policies.parameters import Parameters, Parts
 from kvjax.storage.calibration import Calibration
 from kvjax.training.gated_attention import GatedAttention, of_prompt, scores
 from kvjax.training.retention import Retention
@@ -68,12 +68,12 @@ class Setup:
         ]
 
 
-def calibration_of(model: Model, gate: Gate, gates: Gates) -> Calibration:
-    """Returns trained parameters as a calibration, for ``learned(..., gate=gate)``.
+def calibration_of(model: Model, gate: Parameters, gates: Gates) -> Calibration:
+    """Returns trained parameters as a calibration, for ``learned(..., gate=gate)`` or a merge with parameters.
 
     Args:
-      model: the model that the gates were trained for.
-      gate: scores the tokens.
+      model: the model that the parameters were trained for.
+      gate: the gate, or another description of trained parameters.
       gates: of each layer, [K or 1, ...] each.
     """
     layers = tuple({gate.name: {part: jnp.asarray(x, jnp.float32) for part, x in own.items()}} for own in gates)

@@ -26,10 +26,10 @@ CLIP = 1.0  # the largest global norm of a gradient
 
 
 class TrainedGate(NamedTuple):
-    """The result of `train_gate`.
+    """The result of `train_gate` and of `train_merge`.
 
     Attributes:
-      calibration: the gate's parameters, for ``learned(..., gate=gate)``.
+      calibration: the trained parameters, for ``learned(..., gate=gate)`` or for the policy of the merge.
       losses: [steps] float32, the loss before each step.
     """
 
@@ -38,6 +38,19 @@ class TrainedGate(NamedTuple):
 
     def __repr__(self) -> str:
         return one_line(self)
+
+
+def optimizer_of(rate: float, steps: int) -> Any:
+    """Returns AdamW (optax) with a cosine schedule, after clipping to a global norm of 1.
+
+    Args:
+      rate: the learning rate of the first step.
+      steps: the number of steps.
+    """
+    import optax
+
+    schedule = optax.cosine_decay_schedule(rate, steps)
+    return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(schedule, weight_decay=0.0))
 
 
 def train_gate(
@@ -89,9 +102,7 @@ def train_gate(
     temperature = number_argument("temperature", temperature, minimum=1e-6, maximum=float("inf"))
     texts = check_batch(model.config, tokens, None, new_tokens=0).tokens
     setup = Setup(model.config, gate, of_layers)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(CLIP), optax.adamw(optax.cosine_decay_schedule(rate, steps), weight_decay=0.0)
-    )
+    optimizer = optimizer_of(rate, steps)
 
     @jax.jit
     def step(

@@ -100,6 +100,7 @@ def averaged(kept: replay.Tokens, gone: replay.Tokens) -> None:
 OURS = by_name(policies) | {"random": policies.random(budget=0.5)}
 THEIRS = by_name(reference) | {"random": by_chance()}
 MERGED = {name: (policies.MERGES[name](**arguments), fold) for name, (arguments, fold) in FOLDS.items()}
+del MERGED["lococo"]  # has parameters of a model
 MERGED["compensation"] = (policies.compensation(1), averaged)
 for name, (merge, _) in MERGED.items():
     OURS[f"window+{name}"] = build(policies, "window", sinks=2, merge=merge)

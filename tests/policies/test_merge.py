@@ -19,6 +19,7 @@ from kvjax.errors import PolicyError
 from kvjax.numerics.rope import Rope
 from kvjax.policies import MERGES
 from tests import layers
+from tests.parameters import of_head
 from tests.reference.step import rotate
 
 SINKS = 1  # of a window: who goes follows from positions, whatever was merged
@@ -111,11 +112,29 @@ def anchors(kept: Slots, gone: Slots) -> None:
     kept.value = average(kept.value, 1.0, target, weights, gone.value)
 
 
+def lococo(kept: Slots, gone: Slots) -> None:
+    """The oldest three slots that stay and are no sinks receive; a kernel of five neighbours."""
+    dim = kept.key.shape[1]
+    shapes = {"kernel": (3, 5, 2 * dim), "bias": (3,), "blend": ()}
+    weights = {part: of_head("lococo", part, 0, 0, shape).astype(float) for part, shape in shapes.items()}
+    to = np.flatnonzero(kept.position > gone.position.min())[:3]
+    position = np.concatenate([kept.position[to], gone.position])
+    pairs = np.concatenate([np.c_[kept.key[to], kept.value[to]], np.c_[gone.key, gone.value]])[np.argsort(position)]
+    wide = np.pad(pairs, ((2, 2), (0, 0)))
+    for row, slot in enumerate(to):
+        logits = [np.sum(weights["kernel"][row] * wide[r : r + 5]) + weights["bias"][row] for r in range(len(pairs))]
+        share = np.exp(np.array(logits) - max(logits))
+        mixed = weights["blend"] * share / share.sum() @ pairs
+        own = (1 - weights["blend"]) * np.r_[kept.key[slot], kept.value[slot]]
+        kept.key[slot], kept.value[slot] = np.split(mixed + own, 2)
+
+
 REFERENCES: dict[str, tuple[dict, Callable[[Slots, Slots], None]]] = {
     "cam": ({"recent": 3}, cam),
     "d2o": ({}, d2o),
     "kvmerger": ({"similarity": 0.1}, kvmerger),
     "anchors": ({}, anchors),
+    "lococo": ({"slots": 3, "kernel": 5}, lococo),
 }
 
 
@@ -227,6 +246,7 @@ def test_they_are_the_eviction_policies():
     [
         (lambda: policies.h2o(budget=8, merge="d2o"), "merge='d2o' is not a merge; give one such as"),
         (lambda: policies.h2o(budget=8, merge=policies.d2o(), variant="masked"), "which evicts nothing; leave it out"),
+        (lambda: policies.lococo(kernel=4), "kernel=4 must be odd"),
         (lambda: policies.d2o(beta=2), "beta must be a number from 0 to 1"),
         (lambda: policies.cam(recent=0), "recent must be a whole number of at least 1"),
         (lambda: policies.kvmerger(similarity=3), "similarity must be a number from -1 to 1"),

@@ -12,6 +12,7 @@ from kvjax import policies, training
 from kvjax.analysis.gates import run_text
 from kvjax.errors import PolicyError
 from kvjax.generation.prefill import prefill
+from kvjax.models.calibrate import model_sizes
 from tests.tiny import kept, random_tokens, tiny
 
 TOKENS = random_tokens(2, 24, seed=4)
@@ -183,6 +184,22 @@ def test_answers():
         expected.append(smooth.mean() + 0.0025 * np.mean((score[..., 1:] - score[..., :-1]) ** 2))
     got = loss(training.AnswerAttention(prompt), model, setup, gates)
     assert float(got) == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_training_of_a_merge():
+    """One text is learned by the merge, and the first loss is that of the cache with its first parameters."""
+    model, policy = tiny().model, policies.h2o(8, recent=2, every=4, merge=policies.lococo(4, 3))
+    found = training.train_merge(model, policy, TOKENS[:1], prefill_block=4, steps=12, rows=1, rate=0.1)
+    options = {"prompt_length": TOKENS.shape[1], "prefill_block": 4}
+    got = kvjax.log_likelihood(model, TOKENS[:1], policy, calibration=found.calibration, **options).logprobs
+    assert -np.mean(got) < found.losses[0] - 0.02
+    weights = policy.merge.weights
+    layers = [weights.initial(key, model_sizes(model.config)) for key in jax.random.split(jax.random.key(0), 2)]
+    first = training.calibration_of(model, weights, layers)
+    got = kvjax.log_likelihood(model, TOKENS[:1], policy, calibration=first, **options).logprobs
+    assert -np.mean(got) == pytest.approx(found.losses[0], abs=2e-5)
+    with pytest.raises(PolicyError, match="has no merge with parameters"):
+        training.train_merge(model, policies.h2o(8, merge=policies.d2o()), TOKENS)
 
 
 def test_training_on_tokens():

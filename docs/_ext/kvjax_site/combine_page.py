@@ -15,6 +15,7 @@ CASES = {
     "h2o[masked]": 'h2o(variant="masked")', "h2o[global]": 'h2o(variant="global")',
     "h2o[local]": 'h2o(variant="local")', "h2o+cam": "h2o(merge=cam())", "h2o+d2o": "h2o(merge=d2o())",
     "h2o+kvmerger": "h2o(merge=kvmerger())", "h2o+anchors": "h2o(merge=anchors())",
+    "h2o+lococo": "h2o(merge=lococo())",
     "h2o@cache": 'h2o(positions="cache")', "knorm@cache": 'knorm(positions="cache")',
     "int4+8": "int4(residual=...)", "host": 'dense(memory="host")', "with_heavy_hitters": "with_heavy_hitters(h2o)",
     "value_norm": "value_norm(roco)", "adakv": "adakv(pyramidkv)", "after_prefill": "after_prefill(snapkv, then=roco)",

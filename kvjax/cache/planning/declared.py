@@ -149,6 +149,8 @@ def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int
         merge = policy.merge
         assert merge is not None
         stats, view = seen("merge", READABLE, *given)
+        if merge.ranks:
+            view = view._replace(priority=jnp.zeros(shape, FLOAT))
         folded = merge.fold(view.key, view.value, view.live, stats, view, 1)
         if not isinstance(folded, Folded):
             raise PolicyError(

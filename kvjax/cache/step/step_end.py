@@ -86,6 +86,7 @@ def finish(
             view = _view(pool, *_ranked(pool, group, rotation, made), block, group, budget, seen)
             return evict.ranked(policy, stats, view, one=one)
 
+        before = stats
         # [B, K, S'] bool, of the slots that are ranked
         victim, remembered = run_after_inputs(choose, pool, stats) if policy.reads else choose(pool, stats)
         for each in policy.rounds:
@@ -97,6 +98,9 @@ def finish(
             key, value = _ranked(pool, group, rotation, made)
             max_victims = n if group.evicts_one else position.shape[2]
             view = _view(pool, key, value, block, group, budget, seen)
+            if merge.ranks:
+                # XLA computes it once for evictions and for the merge.
+                view = view._replace(priority=evict.ranking(policy, before, view)[0])
             folded = merge.fold(key, value, victim, stats, view, max_victims)
             stats = folded.stats
             layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, rotation)
