@@ -23,7 +23,8 @@ FAR = np.iinfo(np.int32).max
 class ConvolutionWeights(Parameters):
     """The parameters of `LoCoCo`, which the KV heads of a layer share.
 
-    Arrays of a layer: ``kernel`` [1, slots, kernel, 2 D], ``bias`` [1, slots], ``blend`` [1].
+    Arrays of a layer: ``kernel`` [1, slots, kernel, 2 D], ``bias`` [1, slots], ``blend`` [1]. Before training, the
+    kernel is random normal, the bias 0 and the blend 0.5.
 
     Attributes:
       slots: see `LoCoCo`.
@@ -39,7 +40,6 @@ class ConvolutionWeights(Parameters):
         return {"kernel": (1, self.slots, self.kernel, 2 * sizes.dim), "bias": (1, self.slots), "blend": (1,)}
 
     def initial(self, key: Array, sizes: ModelSizes) -> dict[str, Array]:
-        """Returns one layer's parameters before training: a random normal kernel, a bias of 0 and a blend of 0.5."""
         shapes = self.parts(sizes)
         scale = math.sqrt(1 / (self.kernel * 2 * sizes.dim))
         return {
