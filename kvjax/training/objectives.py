@@ -79,7 +79,7 @@ class Distillation(Objective):
 
 
 class Examples(NamedTuple):
-    """What a gate reads of a batch of texts, and the scores that it should return.
+    """The inputs of a gate for a batch of texts, and the scores that it should return.
 
     Attributes:
       hidden: of each layer, [B, T, E].

@@ -113,7 +113,7 @@ def test_windows_with_recall_material_have_none_that_evaluations_ask_for(config,
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("objective", ["replay", "replay_share", "distill", "answer"])
+@pytest.mark.parametrize("objective", ["replay", "replay_share", "distill", "answer", "prompt_eviction"])
 def test_objectives_lower_their_losses(config, objective):
     config = dataclasses.replace(
         config, objective=objective, steps=12, checkpoint_every=100, keep=KeepConfig(budget=8, recent=2),
