@@ -2,7 +2,7 @@
 
 A `kvjax.Context` is the cache after some tokens, the logits after the last of them, the tokens, and how they were made.
 `prefill` begins one, `extend` adds a turn, `decode` generates and returns the context afterwards; `rows` copies rows (a
-fork), `join` puts the rows of two contexts into one.
+fork), `join` puts the rows of two contexts into one, and `rewind` forgets the last tokens.
 """
 
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvjax.contexts.answers import decode
     from kvjax.contexts.batches import join, rows
     from kvjax.contexts.prompts import prefill
+    from kvjax.contexts.rewinding import rewind
     from kvjax.contexts.turns import extend
 else:
     __getattr__, __dir__ = lazy.attach(
@@ -21,8 +22,9 @@ else:
             "kvjax.contexts.answers": ("decode",),
             "kvjax.contexts.batches": ("join", "rows"),
             "kvjax.contexts.prompts": ("prefill",),
+            "kvjax.contexts.rewinding": ("rewind",),
             "kvjax.contexts.turns": ("extend",),
         },
     )
 
-__all__ = ["decode", "extend", "join", "prefill", "rows"]
+__all__ = ["decode", "extend", "join", "prefill", "rewind", "rows"]

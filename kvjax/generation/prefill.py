@@ -21,7 +21,7 @@ from kvjax.cache import shared_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.layer_stack import LayerStack, entries_of, len_of, repeated, sequence_of
 from kvjax.cache.planning.layout import CacheLayout
-from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.limits import prompt_bucket, sizes_for
 from kvjax.cache.planning.lowering import Budgets, lower, max_positions
 from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec
@@ -110,6 +110,7 @@ def run_batch(
     options: CacheOptions,
     *,
     last_fed: bool,
+    first: int | None = None,
 ) -> Context:
     """Runs checked prompts.
 
@@ -121,12 +122,18 @@ def run_batch(
       following: the number of tokens after a prompt that arrays are made for.
       options: blocks of the prompt, limits and implementation.
       last_fed: see `prepare`.
+      first: run only so many tokens of each prompt; arrays and budgets are those of whole prompts. None = all.
     """
     with model.on_mesh():
         prepared = prepare(
             model, spec, batch.lengths, total, width=batch.width, options=options, last_fed=last_fed, pad_rows=True,
             following=following,
         )  # fmt: skip
+        if first is not None:
+            block = prepared.layout.block
+            width = min(prepared.width, prompt_bucket(first) if block is None else -(-first // block) * block)
+            prepared = prepared._replace(width=width)
+            batch = Batch(batch.tokens[:, :first], np.minimum(batch.lengths, first), first)
         logits, _, state = run_prompts(model, batch.tokens, batch.lengths, total, prepared, score=False)
     rows = len(batch.lengths)
     # [B, T]

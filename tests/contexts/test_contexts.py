@@ -143,3 +143,41 @@ def test_what_cannot_be_continued():
         contexts.join(context, contexts.prefill(tiny(seed=1, layers=1).model, TOKENS, policies.h2o(8)))
     with pytest.raises(InputError, match="block must be"):
         contexts.extend(model(), context, TOKENS[:, :3], block=0)
+
+
+def test_kept_contexts_are_those_of_a_prompt_that_is_cut():
+    """Budgets are those of the whole prompt, and a shorter row is kept whole."""
+    spec = policies.h2o(policies.Fraction(0.5, min_slots=4))
+    whole = begun(spec, keep=(8, 20))
+    first, second = whole.snapshots
+    assert [len(row) for row in first.text] == [8] * 3 and [len(row) for row in second.text] == [20, 17, 20]
+    assert [each.boundaries[0][-1] for each in (first, second, whole)] == [Span(8, 8), Span(20, 12), Span(24, 4)]
+    assert first.boundaries[1][-1] == Span(8, 8) and whole.boundaries[1] == (Span(8, 8), Span(17, 9))
+    np.testing.assert_array_equal(first.state.budget[0][0], whole.state.budget[0][0])
+    again = contexts.extend(model(), contexts.extend(model(), first, TOKENS[:, 8:20], lengths=LENGTHS.clip(max=20) - 8),
+                            [TOKENS[0, 20:].tolist(), [], []])  # fmt: skip
+    assert_equal(again, whole._replace(snapshots=()))
+    # Rows hold no more than their budgets: half of 24, 17 and 20.
+    assert [len(row[0]) for row in whole.kept(0)] == [12, 8, 10]
+    with pytest.raises(InputError, match="snapkv compresses whole prompts; leave out keep"):
+        begun(policies.snapkv(8, window=4), keep=(8,))
+    with pytest.raises(InputError, match="keep must be ascending numbers of tokens from 1 to 23"):
+        begun(keep=(8, 24))
+
+
+def test_a_rewound_context_is_that_of_the_shorter_prompt():
+    context = contexts.extend(model(), begun(policies.full()), TOKENS[:, :6])
+    left = np.array([21, 9, 25])
+    made = contexts.rewind(model(), context, left)
+    texts = [row[:n] for row, n in zip(context.text, left, strict=True)]
+    short = contexts.prefill(model(), texts, policies.full())
+    np.testing.assert_allclose(made.logits, short.logits, atol=1e-4)
+    assert [own.tolist() for own in made.text] == [own.tolist() for own in texts]
+    assert made.boundaries == ((Span(21, 21),), (Span(9, 9),), (Span(20, 20), Span(25, 5)))
+    answers = [contexts.decode(model(), each, max_new_tokens=4) for each in (made, short)]
+    np.testing.assert_array_equal(answers[0].tokens, answers[1].tokens)
+    for spec in (policies.h2o(8), kvjax.CacheSpec(policies.full(), storage.int8())):
+        with pytest.raises(InputError, match=r"cannot be rewound: .*keep="):
+            contexts.rewind(model(), begun(spec), 5)
+    with pytest.raises(InputError, match="length must be from 1 to 23 for row 1; got 24"):
+        contexts.rewind(model(), context, 24)
