@@ -6,7 +6,9 @@ python -m experiments.read_fraction --input=results/reading.json --plot=results/
 Prompts of 984 tokens contain a fact 700 to 900 tokens before their end. Layers 0 and 1 read everything. The share is
 that of the layers with a selection, measured while the answers are generated, and includes the new token. For a policy
 it is the share of the prompt that the policy keeps. Perplexity is that of a generated story, or of --text, after a
-prompt of 256 tokens, in chunks of 256 tokens. The prompts of a batch are run through the model once for all caches.
+prompt of 256 tokens, in chunks of 256 tokens. The prompts of a batch are run through the model once for all caches that
+read them whole. `quest_pages` reads pages of 16 tokens. `quest_in_prompt` also reads as many tokens of a prompt before
+each block of queries, in chosen pages, and `quest_a_shape` the oldest and the newest of them.
 """
 
 from collections.abc import Sequence
@@ -25,12 +27,17 @@ METHODS = (
     "infinigen_recent",
     "optimal",
     "quest",
+    "quest_pages",
+    "quest_in_prompt",
+    "quest_a_shape",
     "tokenselect",
     "shadowkv",
     "h2o",
     "snapkv",
     "window",
 )
+#: Those that need long prompts, and whose prompts are not shared with other caches.
+IN_PROMPTS = ("quest_pages", "quest_in_prompt", "quest_a_shape")
 
 
 def define(values: flags.FlagValues) -> None:
@@ -44,7 +51,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("batch", 16, "number of prompts or rows per batch", lower_bound=1, flag_values=values)
     flags.DEFINE_string("skew", None, "a file of `experiments.skew`, for infinigen_skewed", flag_values=values)
     flags.DEFINE_list("shares", list(SHARES), "comma-separated shares of the prompt, in (0, 1]", flag_values=values)
-    without = [name for name in METHODS if name != "infinigen_skewed"]
+    without = [name for name in METHODS if name not in ("infinigen_skewed", *IN_PROMPTS)]
     flags.DEFINE_list("methods", without, f"comma-separated, of {', '.join(METHODS)}", flag_values=values)
     flags.DEFINE_string("input", None, "only plot the results in this file", flag_values=values)
     flags.DEFINE_string("output", None, "also write the results to this JSON file after each batch", flag_values=values)

@@ -58,7 +58,7 @@ last 1,000 tokens in alternation; bytes of the cache; perplexity of a text (a ge
 prefill: a prompt in one block, with and without a policy's statistics: FLOPs per second relative to a large product
 and, for a known device in bfloat16, to its published peak (only matrix products are counted). --model runs a trained
 model, --caches="quest(budget=1024, in_prompt=True)" a full cache whose selection reads pages of the prompt. The FLOPs
-of attention are those that XLA computes.
+of attention are those that XLA computes; "CPU ms" are of all cores of the process, which other load disturbs less.
 device: bytes and FLOPs per second of reading, copying and a large product, and the published peaks of a known device.
 transfers: bytes per second between a device and the pinned memory of its host.
 memory: bytes beyond the weights by context length: of the compiled programs, and the peak of the process.

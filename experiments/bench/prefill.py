@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import numpy as np
 from absl import flags
 
@@ -27,7 +29,7 @@ from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.devices import GIGA, TERA
 from kvjax.errors import ConfigError
-from kvjax.generation.prefill import prefill
+from kvjax.generation.prefill import Prefilled, prefill
 from kvjax.models.model import Model
 from kvjax.planning.prompt_attention import prompt_attention_flops
 from kvjax.policies import full
@@ -79,6 +81,7 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
     config = model.config
     prompt = random_prompt(config, batch, context)
     sides: dict[str, Iterator[float]] = {PRODUCT: multiplying(values.dtype)}
+    busy: dict[str, list[float]] = {}
     names = dict.fromkeys(("full", *values.policies))
     specs = {name: CacheSpec(policy_of(name, values.budget)) for name in names} | caches(values)
     for name, spec in specs.items():
@@ -86,7 +89,8 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
             prefill, model, prompt, spec, max_new_tokens=1,
             implementation=values.implementation, limits=Limits(context, 1, shortest=context),
         )  # fmt: skip
-        sides[name] = timed(lambda run=run: run().state)  # type: ignore[misc]
+        busy[name] = []
+        sides[name] = timed(functools.partial(_counted, run, busy[name]))
     pythons = interpreters(values.python)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if against:
@@ -105,6 +109,8 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
             "context": context,
             "side": name,
             **milliseconds(each, "prompt"),
+            # The first call compiles.
+            "CPU ms": 1e3 * float(np.median(busy[name][1:])) if name in busy else None,
             "tokens/s": batch * context / float(np.median(each)),
             "times full": ratio(each, times["full"]),
             "attention GFLOP": attention_flops(model, specs[name], batch, context) / GIGA if name in specs else None,
@@ -112,6 +118,14 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
         }
         for name, each in times.items()
     ]
+
+
+def _counted(run: Callable[[], Prefilled], seconds: list[float]) -> object:
+    """Runs a prompt, and adds the seconds of all cores of this process: less of other load is in them than in time."""
+    start = time.process_time()
+    state = jax.block_until_ready(run().state)
+    seconds.append(time.process_time() - start)
+    return state
 
 
 def _speeds(work: int, times: Sequence[float], an_operation: np.ndarray, most: float | None) -> JsonObject:

@@ -28,12 +28,15 @@ from kvjax.errors import ConfigError
 from kvjax.generation.generate import Generation
 from kvjax.models.model import Model
 from kvjax.models.skew import skewed
+from kvjax.selection.quest import RECENT, SINKS
 from kvjax.typing import JsonObject
 
 TASKS = ("passkey", "associative")
 DISTANCES = (700 / 984, 900 / 984)  # from the end of a prompt to its fact, in prompts
 FIRST = 2  # the first layer that selects
 PAGE = 4  # tokens of a page or chunk: three pages of 16 would be 5 % of these prompts
+LONG_PAGE = 16  # tokens of a page of `quest_pages` and of what reads a prompt by pages
+LEAST = SINKS + RECENT  # tokens that a block of queries of a prompt always reads
 CHUNK = 256  # tokens
 SKEWED = "infinigen_skewed"  # the method of a model with a skew
 
@@ -51,6 +54,12 @@ def _shadowkv(slots: int, model: Model) -> CacheSpec:
     )
 
 
+def _prompt_pages(slots: int, **prompt: Any) -> CacheSpec:
+    """Quest's pages of the size that prompts are read by, of `LEAST` tokens at the least."""
+    look = selection.quest(LONG_PAGE, max(slots, LEAST), first_layer=FIRST, **prompt)
+    return CacheSpec(policies.full(), selection=look)
+
+
 #: Name -> (slots of a prompt, model) -> the cache that reads, or keeps, that many.
 METHODS: Mapping[str, Callable[[int, Model], CacheSpec]] = {
     "infinigen": lambda n, _: CacheSpec(policies.full(), selection=selection.infinigen(5.0, cap=n, first_layer=FIRST)),
@@ -64,6 +73,11 @@ METHODS: Mapping[str, Callable[[int, Model], CacheSpec]] = {
     ),
     "optimal": lambda n, _: CacheSpec(policies.full(), selection=selection.optimal(n, first_layer=FIRST)),
     "quest": lambda n, _: CacheSpec(policies.full(), selection=selection.quest(PAGE, _pages(n), first_layer=FIRST)),
+    "quest_pages": lambda n, _: _prompt_pages(n),
+    "quest_in_prompt": lambda n, _: _prompt_pages(n, in_prompt=True),
+    "quest_a_shape": lambda n, _: _prompt_pages(
+        n, in_prompt=True, recent=max(n, LEAST) // LONG_PAGE * LONG_PAGE - SINKS
+    ),
     "tokenselect": lambda n, _: CacheSpec(
         policies.full(), selection=selection.tokenselect(n, 0, 1, first_layer=FIRST, reuse=None)
     ),
@@ -84,6 +98,7 @@ class Point:
       recall: task -> share of the prompts that are answered exactly.
       perplexity: of the text, in chunks of `CHUNK` tokens and of all of them.
       seconds: wall time of all this; the prompts' count for the first cache.
+      prompt_perplexity: of the prompt of the text, which selections read whole unless they read pages of prompts.
     """
 
     method: str
@@ -91,6 +106,7 @@ class Point:
     recall: dict[str, float]
     perplexity: list[float]
     seconds: float
+    prompt_perplexity: float | None = None
 
 
 @dataclasses.dataclass
@@ -103,6 +119,7 @@ class Tally:
       read: slots that steps read, in layers that select.
       live: slots that these held.
       logprobs: of the decoded tokens of the text, [rows, tokens] each.
+      prompts: of the tokens of its prompt, [rows, tokens] each.
       seconds: wall time.
     """
 
@@ -111,6 +128,7 @@ class Tally:
     read: int = 0
     live: int = 0
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    prompts: list[np.ndarray] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
     def count(self, generation: Generation) -> None:
@@ -167,6 +185,7 @@ def measure(
                 )
                 # Entry t scores token t + 1.
                 tally.logprobs.append(np.asarray(made.logprobs)[:, prompt - 1 :])
+                tally.prompts.append(np.asarray(made.logprobs)[:, : prompt - 1])
                 tally.seconds += time.perf_counter() - began
         batches = [
             (task, own[start : start + rows]) for task, own in asked.items() for start in range(0, len(own), rows)
@@ -195,6 +214,7 @@ def _point(each: Contestant, tally: Tally, length: int) -> Point:
         recall={task: tally.right[task] / count for task, count in tally.asked.items()},
         perplexity=[math.exp(-float(np.mean(chunk, dtype=np.float64))) for chunk in chunks],
         seconds=tally.seconds,
+        prompt_perplexity=math.exp(-float(np.mean(np.concatenate(tally.prompts), dtype=np.float64))),
     )
 
 
@@ -319,5 +339,5 @@ def _row(point: Point) -> JsonObject:
     """The scalars of a point, for the table."""
     chunks = {f"perplexity {i + 1}": value for i, value in enumerate(point.perplexity[:-1])}
     recall = {f"{task} %": 100 * share for task, share in point.recall.items()}
-    whole = {"perplexity": point.perplexity[-1], "seconds": point.seconds}
+    whole = {"perplexity": point.perplexity[-1], "of the prompt": point.prompt_perplexity, "seconds": point.seconds}
     return {"method": point.method, "% read": 100 * point.share, **recall, **chunks, **whole}

@@ -22,7 +22,7 @@ from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
 from kvjax.policies import MERGES, POLICIES
-from kvjax.selection import SELECTIONS
+from kvjax.selection import SELECTIONS, quest
 from kvjax.storage import STORAGES
 from kvjax.storage.calibration import side_shapes
 from kvjax.storage.side import PROMPT as OF_PROMPT
@@ -54,7 +54,10 @@ STORAGE = {name: examples.held(name) for name in STORAGES} | {
     "mixed": storage.Storage(key=storage.Exact(), value=storage.Integer(4), residual=3, name="mixed"),
     "host": storage.dense(memory="host"),
 }
-SELECTION = {name: examples.chosen(name) for name in SELECTIONS}
+IN_PROMPT = {"in_prompt": True, "sinks": 4, "recent": 4, "query_block": 8}
+SELECTION = {name: examples.chosen(name) for name in SELECTIONS} | {
+    "quest in a prompt": quest(4, 16, first_layer=0, **IN_PROMPT)
+}
 
 
 def lowered_for(spec: CacheSpec, block: int | None):
@@ -178,7 +181,7 @@ def pairs() -> list[tuple[str, str, str]]:
         (name, held, "everything") for held in STORAGE for name in ("full", "value_norm", "after_prefill", "h2o+d2o")
     ]
     others = itertools.cycle(("full", "snapkv", "duo_attention", "by_page", "from_layer"))
-    found += [(next(others), held, read) for read in SELECTION for held in STORAGE]
+    found += [(next(others), held, read) for read in SELECTIONS for held in STORAGE]
     found += [(name, "dense", read) for read in SELECTION for name in ("full", "snapkv", "duo_attention", "from_layer")]
     return list(dict.fromkeys(found))
 
@@ -209,6 +212,7 @@ def test_what_is_refused_is_written_down():
         ("h2o", "shadowkv"): "it needs every token",
         ("h2o[masked]", "lserve"): "has a selection of its own",
         ("counter", "retrieval"): "evicts single ones",
+        ("kvzip", "quest in a prompt"): "replays the prompt, which reads all",
     }
     for (name, read), reason in specs.items():
         with pytest.raises(PolicyError, match=reason):
