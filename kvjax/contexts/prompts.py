@@ -19,6 +19,7 @@ from kvjax.generation.prefill import run_batch
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
+from kvjax.policies.traits import compresses_prompts
 
 ROOM = 256  # tokens after the longest prompt, unless the caller gives a room
 
@@ -95,7 +96,8 @@ def _checked_cuts(keep: Sequence[int], longest: int) -> tuple[int, ...]:
 def _check_cut(layout: CacheLayout) -> None:
     """Checks that the parts of a prompt can be fed one after the other."""
     reason = one_by_one(layout.decode)
-    compressor = next((group.policy for layer in layout.prompt for group in layer if group.policy.when != "step"), None)
+    own = (group.policy for layer in layout.prompt for group in layer)
+    compressor = next(filter(compresses_prompts, own), None)
     if compressor is not None:
         reason = f"policy {compressor.name} compresses whole prompts"
     if reason is not None:

@@ -168,3 +168,8 @@ def appended_one_by_one(policy: Evict) -> str | None:
     if policy.budget is not None and policy.budget.beyond_prompt:
         return f"the budget of policy {policy.name} counts the tokens after a prompt"
     return None
+
+
+def compresses_prompts(policy: Evict) -> bool:
+    """Returns whether a policy evicts once, when a prompt ends."""
+    return policy.when == "prompt_end"
