@@ -100,5 +100,8 @@ def _check_cut(layout: CacheLayout) -> None:
     compressor = next(filter(compresses_prompts, own), None)
     if compressor is not None:
         reason = f"policy {compressor.name} compresses whole prompts"
+    sparse = next((group.selection for layer in layout.decode for group in layer if group.selection.prompt), None)
+    if sparse is not None:
+        reason = f"selection {sparse.name} reads pages of whole prompts (in_prompt), and later parts whole"
     if reason is not None:
         raise InputError(f"keep cuts the prompt, and {reason}; leave out keep, or prefill the shorter prompt.")

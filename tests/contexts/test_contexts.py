@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import contexts, policies, storage
+from kvjax import CacheSpec, contexts, policies, selection, storage
 from kvjax.errors import InputError
 from kvjax.generation.context import Span
 from tests.examples import policy
@@ -161,6 +161,9 @@ def test_kept_contexts_are_those_of_a_prompt_that_is_cut():
     assert [len(row[0]) for row in whole.kept(0)] == [12, 8, 10]
     with pytest.raises(InputError, match="snapkv compresses whole prompts; leave out keep"):
         begun(policies.snapkv(8, window=4), keep=(8,))
+    pages = selection.quest(2, 8, first_layer=0, in_prompt=True, sinks=2, recent=2, query_block=4)
+    with pytest.raises(InputError, match=r"quest reads pages of whole prompts .*; leave out keep"):
+        begun(CacheSpec(policies.full(), selection=pages), keep=(8,))
     with pytest.raises(InputError, match="keep must be ascending numbers of tokens from 1 to 23"):
         begun(keep=(8, 24))
 

@@ -59,6 +59,10 @@ MODELS = {
 }  # fmt: skip
 
 
+#: Blocks of queries of a prompt read pages too.
+IN_PROMPT = {"in_prompt": True, "prompt_budget": 8, "sinks": 4, "recent": 0, "query_block": 4}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model, a cache, a mesh, and how the prompt is fed.
@@ -137,7 +141,7 @@ _LIST = [
     Case("gqa", "matched", "data:2,model:2", ragged=True, scored=True),
     # A prompt's queries are divided, and the order of their devices counts.
     Case("mqa", "lazy", "data:2,model:4", ragged=True, every=3, parts=1),
-    Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),
+    Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0, **IN_PROMPT)),
     Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0), parts=4, refilled=True),
     Case("gqa", "full", "data:1,model:8", selection=optimal(6), parts=8),
     Case(
