@@ -44,10 +44,8 @@ def used(function, policy):
 
     def traced(key, value):
         newest = jnp.full(B, S - 1, jnp.int32)
-        return function(
-            stats,
-            policies.View(position, key, value, newest, rows, rows, 0, True, None, KeyFrame(), memory, params=params),
-        )
+        view = policies.View(position, key, value, newest, rows, rows, 0, True, None, KeyFrame(), memory, params=params)
+        return function(stats, view._replace(priority=jnp.zeros((B, K, S))))
 
     jaxpr = jax.make_jaxpr(traced)(*(jnp.zeros((B, K, S, D)),) * 2).jaxpr
     live = {id(each) for each in jaxpr.outvars}
