@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from kvjax.cache.planning.layout import CacheLayout
+from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState
 from kvjax.generation.options import CacheOptions
@@ -42,11 +43,13 @@ class Made:
       model: the model, with the calibration of the cache.
       spec: policy, storage and selection.
       options: blocks of the prompt, limits and implementation; storage and selection are those of `spec`.
+      sizes: the sizes that the prompt's layout was lowered for; None = not known.
     """
 
     model: Model
     spec: CacheSpec
     options: CacheOptions
+    sizes: Sizes | None = None
 
     def __repr__(self) -> str:
         return f"Made({self.spec.name})"

@@ -21,7 +21,7 @@ from kvjax.cache import shared_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.layer_stack import LayerStack, entries_of, len_of, repeated, sequence_of
 from kvjax.cache.planning.layout import CacheLayout
-from kvjax.cache.planning.limits import prompt_bucket, sizes_for
+from kvjax.cache.planning.limits import Sizes, prompt_bucket, sizes_for
 from kvjax.cache.planning.lowering import Budgets, lower, max_positions
 from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec
@@ -142,7 +142,7 @@ def run_batch(
     known = np.pad(known, ((0, prepared.rows - rows), (0, 0)), constant_values=PAD)
     block = prepared.layout.block
     boundaries = tuple((Span(int(n), int(n) if block is None else min(block, int(n))),) for n in batch.lengths)
-    made = Made(model, spec, options)
+    made = Made(model, spec, options, prepared.sizes)
     return Context(logits, state, prepared.layout, known, rows, boundaries, made)
 
 
@@ -155,6 +155,7 @@ class Prepared(NamedTuple):
       width: the number of tokens that prompts are padded to.
       rows: the number of rows of arrays; those after the batch's have no token.
       implementation: of attention, as it was asked for.
+      sizes: that the batch was lowered for.
     """
 
     layout: CacheLayout
@@ -162,6 +163,7 @@ class Prepared(NamedTuple):
     width: int
     rows: int
     implementation: Implementation
+    sizes: Sizes
 
 
 def prepare(
@@ -217,7 +219,7 @@ def prepare(
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params)):
         runs = layer_loop.possible_runs(model.config, model.params, layout.prompt, layout.decode)
         layout = dataclasses.replace(layout, runs=runs)
-    return Prepared(layout, lowered.budgets, sizes.prompt, rows, options.implementation)
+    return Prepared(layout, lowered.budgets, sizes.prompt, rows, options.implementation, sizes)
 
 
 def run_prompts(

@@ -1,11 +1,7 @@
 """Saves and loads prefixes: the cache with Orbax, and what says whether it is the right one."""
 
-import functools
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -14,17 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.empty import empty_layers, memories
-from kvjax.cache.planning.lowering import budgets_of
-from kvjax.cache.state import KVState
 from kvjax.checkpoint import orbax
+from kvjax.contexts.folders import arrays_digest, finished_folder, on_its_memory, read_json, state_shapes
 from kvjax.errors import CheckpointError
 from kvjax.models.model import Model
-from kvjax.parallel import host_memory
-from kvjax.serve import functions
 from kvjax.serve.prefix import Prefix
 from kvjax.serve.prompts import Prompts
-from kvjax.typing import JsonObject, PyTree
+from kvjax.specs import functions
+from kvjax.typing import JsonObject
 
 Array = jax.Array
 ABOUT, ARRAYS, STATE = "prefix.json", "arrays.npz", "state"  # the files of a saved prefix
@@ -48,23 +41,12 @@ def save(folder: str | Path, prefix: Prefix) -> None:
     about = {
         "format": FORMAT, "prompt": prefix.prompt, "model": _fingerprint(prefix.prompts.model),
         "cache": _cache(prefix.prompts),
-        "state": _digest(prefix.state, prefix.logits, prefix.tokens, np.int64(prefix.prompt)),
+        "state": arrays_digest(prefix.state, prefix.logits, prefix.tokens, np.int64(prefix.prompt)),
     }  # fmt: skip
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".unfinished-{path.name}-", dir=path.parent))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from None
-    try:
+    with finished_folder(path) as unfinished:
         orbax.save_state(unfinished / STATE, prefix.state)
         np.savez(unfinished / ARRAYS, tokens=prefix.tokens, logits=np.asarray(prefix.logits))
         (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
-        unfinished.chmod(0o755)
-        os.rename(unfinished, path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def load(folder: str | Path, prompts: Prompts) -> Prefix:
@@ -78,46 +60,26 @@ def load(folder: str | Path, prompts: Prompts) -> Prefix:
       CheckpointError: the folder is missing or damaged, or is of another model, spec, or limits.
     """
     path = Path(folder).expanduser().resolve()
-    about = _read(path / ABOUT)
+    about = read_json(path / ABOUT, "prefix")
     if about.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a prefix of this version of kvjax: format {about.get('format')!r}.")
     for name, own in (("model", _fingerprint(prompts.model)), ("cache", _cache(prompts))):
         if about.get(name) != own:
             raise CheckpointError(f"{path} was saved with another {name}: {about.get(name)}; this one is {own}.")
     model = prompts.model
-    state = orbax.restore_state(path / STATE, _shapes(prompts), mesh=model.mesh, rules=model.rules)
-    layers = jax.tree.map(_move, state.layers, memories(prompts.layout.decode, state.layers))
-    state = state.replace(layers=layers)
+    shapes = state_shapes(model, prompts.layout, 1)
+    state = orbax.restore_state(path / STATE, shapes, mesh=model.mesh, rules=model.rules)
+    state = on_its_memory(state, prompts.layout)
     try:
         with np.load(path / ARRAYS) as arrays:
             tokens, logits = arrays["tokens"], jnp.asarray(arrays["logits"])
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"{path / ARRAYS} is damaged: {error}.") from None
     prompt = about.get("prompt")
-    same = isinstance(prompt, int) and _digest(state, logits, tokens, np.int64(prompt)) == about.get("state")
+    same = isinstance(prompt, int) and arrays_digest(state, logits, tokens, np.int64(prompt)) == about.get("state")
     if not isinstance(prompt, int) or not same or len(tokens) != int(state.length[0]):
         raise CheckpointError(f"{path} is damaged: its arrays are not those that were saved.")
     return Prefix(state, logits, tokens, prompt, prompts)
-
-
-def _move(leaf: Array, where: str) -> Array:
-    """Moves an array to one of `kvjax.parallel.host_memory.MEMORIES`."""
-    if where == host_memory.DEVICE:
-        return leaf
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind(host_memory.PINNED))
-
-
-def _shapes(prompts: Prompts) -> KVState:
-    """The shapes of a state of one row."""
-    model, layout = prompts.model, prompts.layout
-    config, row = model.config, jnp.zeros((1,), jnp.int32)
-    length = np.array([prompts.limits.prompt], np.int32)
-    budgets = budgets_of(prompts.spec, config, length, length + prompts.limits.new_tokens - 1)
-    made = functools.partial(empty_layers, layout.decode, 1, config.num_kv_heads, config.head_dim, layout.dtype)
-    return KVState(
-        layers=jax.eval_shape(made), length=row, prompt=row, total=row,
-        budget=jax.tree.map(lambda _: row, budgets.decode),
-    )  # fmt: skip
 
 
 def _cache(prompts: Prompts) -> JsonObject:
@@ -153,22 +115,3 @@ def _some(leaf: Array) -> Array:
     rows = leaf.reshape(-1, leaf.shape[-1])
     number = np.arange(len(rows))
     return jnp.concatenate([rows[0, :SAMPLED], rows[number, number % rows.shape[1]]])
-
-
-def _digest(*trees: PyTree) -> str:
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(trees):
-        digest.update(np.ascontiguousarray(leaf).tobytes())
-    return digest.hexdigest()
-
-
-def _read(path: Path) -> JsonObject:
-    try:
-        about = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no prefix in {path.parent}: {path.name} is missing.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}.") from None
-    if not isinstance(about, dict):
-        raise CheckpointError(f"{path} is damaged: it is not a JSON object.")
-    return about

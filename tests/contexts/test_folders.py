@@ -1,0 +1,75 @@
+"""Contexts in folders: to the bit, written behind, and refused where they belong to something else."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import contexts, policies, storage
+from kvjax.contexts import folders
+from kvjax.errors import CheckpointError
+from tests.contexts.test_contexts import LENGTHS, TOKENS, assert_equal
+from tests.tiny import tiny
+
+SPECS = {
+    "h2o": policies.h2o(8),
+    "grown": policies.full(),
+    "codes on the host": kvjax.CacheSpec(policies.h2o(9), storage.int8(memory="host")),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_loaded_context_is_the_context(name, tmp_path):
+    """And what follows it is equal to the bit."""
+    model = tiny().model
+    context = contexts.prefill(model, TOKENS, SPECS[name], lengths=LENGTHS)
+    if name == "grown":
+        context = contexts.extend(model, context, np.zeros((3, 330), np.int32))
+    # The copy is taken before the loop overwrites the cache.
+    saving = contexts.save(tmp_path / "c", context, wait=False)
+    answer = contexts.decode(model, context, max_new_tokens=4, donate=True)
+    saving.result()
+    assert saving.done and [path.name for path in tmp_path.iterdir()] == ["c"]
+    loaded = contexts.load(tmp_path / "c", model, SPECS[name])
+    assert_equal(loaded, contexts.load(tmp_path / "c", model, SPECS[name]))
+    assert loaded.layout.groups == context.layout.groups and loaded.boundaries == context.boundaries
+    again = contexts.decode(model, loaded, max_new_tokens=4)
+    np.testing.assert_array_equal(again.logprobs, answer.logprobs)
+    assert_equal(again.context, answer.context)
+    for one, two in zip(*(jax.tree.leaves(each.state.layers) for each in (again, answer)), strict=True):
+        assert one.sharding.memory_kind == two.sharding.memory_kind
+
+
+def test_contexts_of_others_are_refused(tmp_path, monkeypatch):
+    model, other = tiny(layers=1).model, tiny(layers=1, seed=1).model
+    context = contexts.prefill(model, TOKENS, policies.h2o(8))
+    folder = tmp_path / "c"
+    contexts.save(folder, context)
+    with pytest.raises(CheckpointError, match="exists already"):
+        contexts.save(folder, context)
+    with pytest.raises(CheckpointError, match=r"saved with another policy: .*; storage: .*, and here"):
+        contexts.load(folder, model, policies.h2o(9), storage=storage.int8())
+    with pytest.raises(CheckpointError, match="saved with another model"):
+        contexts.load(folder, other, policies.h2o(8))
+    with pytest.raises(CheckpointError, match="there is no context in"):
+        contexts.load(tmp_path, model, policies.h2o(8))
+    about = folder / folders.ABOUT
+    text = about.read_text()
+    about.write_text(json.dumps(json.loads(text) | {"state": "0"}))
+    with pytest.raises(CheckpointError, match="its arrays are not those that were saved"):
+        contexts.load(folder, model, policies.h2o(8))
+    about.write_text(json.dumps({name: value for name, value in json.loads(text).items() if name != "slots"}))
+    with pytest.raises(CheckpointError, match="is damaged: KeyError"):
+        contexts.load(folder, model, policies.h2o(8))
+
+    def fails(*args, **arrays):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders.np, "savez", fails)
+    saving = contexts.save(tmp_path / "d", context, wait=False)
+    with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):
+        saving.result()
+    # Nothing is left of it.
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
