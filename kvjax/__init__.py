@@ -12,7 +12,8 @@ Text and tokens
 
 Contexts
   A `Context` is the cache after some tokens, as a value. `contexts` has the functions that begin one, continue it turn
-  by turn, generate from it, and copy or join its rows.
+  by turn, generate from it, copy or join its rows, and keep it in a folder. `chat` answers a message (`Reply`) in a
+  conversation that is one context.
 
 Caches
   `CacheSpec` is a policy, a storage and a selection. `policies`: which slots stay, such as ``policies.h2o(0.2)``.
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from kvjax.cache import CacheSpec, KVState, LayerKV, Limits
     from kvjax.checkpoint.huggingface import load
     from kvjax.checkpoint.writer import save
+    from kvjax.contexts.chats import Reply, chat
     from kvjax.generation.cartridge import Cartridge, cartridge
     from kvjax.generation.context import Context
     from kvjax.generation.generate import Generation, generate
@@ -85,6 +87,7 @@ __all__ = [
     "Limits",
     "LogLikelihood",
     "Model",
+    "Reply",
     "Rules",
     "Sample",
     "TextGeneration",
@@ -93,6 +96,7 @@ __all__ = [
     "calibrate",
     "calibrated",
     "cartridge",
+    "chat",
     "compress_kv_heads",
     "contexts",
     "generate",
@@ -119,6 +123,7 @@ _load, __dir__ = lazy.attach(
         "kvjax.cache": ("CacheSpec", "KVState", "LayerKV", "Limits"),
         "kvjax.checkpoint.huggingface": ("load",),
         "kvjax.checkpoint.writer": ("save",),
+        "kvjax.contexts.chats": ("Reply", "chat"),
         "kvjax.generation.cartridge": ("Cartridge", "cartridge"),
         "kvjax.generation.context": ("Context",),
         "kvjax.generation.generate": ("Generation", "generate"),

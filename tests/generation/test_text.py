@@ -36,6 +36,15 @@ def model(tmp_path_factory) -> kvjax.Model:
     return dataclasses.replace(own, tokenizer=load_tokenizer(folder, own.config))
 
 
+def templated(model, template, folder):
+    """The model with another chat template."""
+    for name, content in model.tokenizer.files.items():
+        (folder / name).write_bytes(content)
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return dataclasses.replace(model, tokenizer=load_tokenizer(folder, model.config))
+
+
 def with_defaults(model, **raw):
     return dataclasses.replace(model, generation=generation_config.read(raw))
 
@@ -94,6 +103,47 @@ def test_conversations(model):
     assert not one.texts[0].startswith(" ")
     both = kvjax.generate_text(model, [talk, "w7"], H2O, max_new_tokens=7, stop=())
     assert both.prompts.tokens[1].tolist() == [1, 7, -1, -1] and both.texts[0] == one.texts[0]
+
+
+TURNS = (
+    "<s> {% for m in messages %}{{ 'w3' if m.role == 'assistant' else m.role }} {{ m.content }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}w3 {% endif %}"
+)
+
+
+def test_a_conversation_is_one_text(model, tmp_path):
+    """Turn by turn, its tokens are those that the template writes for all of it, whether or not answers have ended."""
+    talker = templated(model, TURNS, tmp_path)
+    said = [{"role": "system", "content": "w5"}, {"role": "user", "content": "w9 w7"}]
+    first = kvjax.chat(talker, said, policies.full(), max_new_tokens=5, stop=())
+    # This answer ends with a token that is then the template's.
+    stop = int(first.generation.tokens[0, 1])
+    word = talker.tokenizer.token(stop)
+    other = with_defaults(templated(model, TURNS.replace("</s>", word), tmp_path), eos_token_id=stop)
+    for own, start in ((talker, first), (other, kvjax.chat(other, said, policies.full(), max_new_tokens=9))):
+        second = kvjax.chat(start.context, "w8", max_new_tokens=4, stop=())
+        third = kvjax.chat(second.context, {"role": "user", "content": "w6 w11"}, max_new_tokens=3)
+        talk = list(said)
+        for reply, message in ((start, "w8"), (second, "w6 w11")):
+            text = reply.text.removesuffix(word) if own is other else reply.text
+            talk += [{"role": "assistant", "content": text}, {"role": "user", "content": message}]
+        whole = own.tokenizer.encode(own.tokenizer.apply_chat_template(talk), bos=False)
+        assert third.context.text[0].tolist()[: len(whole)] == whole
+        asked = kvjax.generate(own, whole, policies.full(), max_new_tokens=3, stop=own.eos_token_ids)
+        np.testing.assert_array_equal(asked.tokens, third.generation.tokens)
+
+
+def test_what_is_no_conversation_to_continue(model, tmp_path):
+    talker = templated(model, TURNS, tmp_path)
+    reply = kvjax.chat(talker, "w8", policies.full(), max_new_tokens=2)
+    with pytest.raises(InputError, match="keeps the cache that it began with; leave out a policy, storage"):
+        kvjax.chat(reply.context, "w8", policies.full(), storage=None)
+    with pytest.raises(InputError, match="begins with a policy"):
+        kvjax.chat(talker, "w8")
+    odd = templated(model, "{{ messages | length }} {% for m in messages %}{{ m.content }} {% endfor %}", tmp_path)
+    begun = kvjax.chat(odd, "w8", policies.full(), max_new_tokens=2).context
+    with pytest.raises(InputError, match="does not write a conversation turn by turn"):
+        kvjax.chat(begun, "w7")
 
 
 @pytest.mark.parametrize(
