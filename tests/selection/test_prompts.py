@@ -224,3 +224,18 @@ def test_flops_are_those_of_the_program(over, sub, block):
         share.append(prompt_attention_flops(model.config, made.layout, rows, width))
         assert products_of_heads(jaxpr) == share[-1]
     assert share[0] < 0.65 * share[1]
+
+
+def test_a_plan_says_what_is_left():
+    look = selection.quest(16, 128, first_layer=0, in_prompt=True)
+    config = tiny("gqa", layers=1).model.config
+    arguments = {"prompt_length": 400, "new_tokens": 4, "compiles": False}
+    planned, whole = (
+        kvjax.planning.plan(config, policies.full(), selection=each, **arguments) for each in (look, None)
+    )
+    assert planned.full_prompt_flops == whole.prompt_flops == whole.full_prompt_flops
+    # Of 400 queries, the first 192 in one segment of tiles, and four blocks of 192 slots; 400 of 400 otherwise.
+    scores, scored = 192 * 192 + 4 * 64 * 192, 4 * 25 * 4
+    assert planned.prompt_flops == 4 * 8 * (4 * scores + scored) and whole.prompt_flops == 4 * 8 * 4 * 400 * 400
+    assert "Attention over the prompts computes 11 MFLOP, 54 % of the 20.5 MFLOP of prompts" in planned.table()
+    assert "Attention over the prompts" not in whole.table()
