@@ -12,7 +12,7 @@ Command: python -m experiments.after_prompt --config=random_control_smollm2 --ga
 from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig
 
 SCORES = (
-    "window(every=16)", "random(every=16)", "h2o(every=16)", "rkv(window=8, every=16)",
+    "window(every=16)", "random(every=16)", "random(recent=32, every=16)", "h2o(every=16)", "rkv(window=8, every=16)",
     "tova(share_heads=False, every=16)", "morphkv(window=16, every=16)", "lazy(every=16)", "vase(every=16)",
     "random(seed=1, every=16)", "value_aware(h2o(every=16))", "triattention(every=16)", "roco(every=16)",
     "gkv(window=8, every=16)", "value_aware(random(every=16))", "scissorhands(every=16)",

@@ -196,17 +196,28 @@ def fixed(
 
 @factory
 def random(
-    budget: BudgetLike, *, seed: int = 0, positions: str = "original", merge: Merge | None = None, every: int = 1
+    budget: BudgetLike,
+    *,
+    seed: int = 0,
+    recent: int = 0,
+    positions: str = "original",
+    merge: Merge | None = None,
+    every: int = 1,
 ) -> Evict:
     """Evicts at random, by importances u ~ U[0, 1) drawn once per token (RoCo, section 4.1).
 
     Args:
       budget: see `evict`.
       seed: see `Uniform`.
+      recent: the number of newest tokens that are protected. With half of the budget, this is the control for scores
+        that protect as many, such as `h2o`.
       positions: see `evict`.
       merge: see `evict`.
       every: see `evict`.
 
     A token's importance depends on the seed, its layer, head and position, and not on its row's place in the batch.
     """
-    return evict(importance=Uniform(seed), budget=budget, positions=positions, merge=merge, every=every, name="random")
+    return evict(
+        importance=Uniform(seed), scope=Newest(recent) if recent else None, budget=budget, positions=positions,
+        merge=merge, every=every, name="random",
+    )  # fmt: skip

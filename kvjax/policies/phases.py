@@ -275,7 +275,9 @@ def phases(prompt: Policy, decode: Policy) -> Phases:
 
 
 @factory
-def random_control(budget: BudgetLike, *, every: int = 64, seed: int = 0, positions: str = "original") -> Phases:
+def random_control(
+    budget: BudgetLike, *, every: int = 64, seed: int = 0, recent: int = 0, positions: str = "original"
+) -> Phases:
     """Keeps the whole prompt and evicts generated tokens at random, the control of arXiv:2609.03430.
 
     It is ``phases(full(), random(budget, every=every))``. A policy whose scores say more than chance does better, as
@@ -286,10 +288,11 @@ def random_control(budget: BudgetLike, *, every: int = 64, seed: int = 0, positi
         prompt's length.
       every: the number of slots that are evicted at once; see `evict`.
       seed: see `random`.
+      recent: see `random`. A score that protects the newest tokens has an advantage over a control that does not.
       positions: see `evict`.
 
     Raises:
       PolicyError: an argument that is not valid.
     """
-    made = phases(full(positions=positions), random(budget, seed=seed, positions=positions, every=every))
+    made = phases(full(positions=positions), random(budget, seed=seed, recent=recent, positions=positions, every=every))
     return dataclasses.replace(made, name="random_control")

@@ -109,6 +109,10 @@ def test_random_draws_by_the_model_s_own_heads():
         for row in range(2):
             assert own.live(-1, row, head) == alone.live(-1, row, head)
             assert own.live(-1, row, 1 - head) == list(range(ONE_LAYER.ends[row]))
+    protected = layers.run(policies.random(7, seed=4, recent=5), ONE_LAYER)
+    for row, head in np.ndindex(2, 2):
+        newest = set(range(ONE_LAYER.ends[row] - 5, ONE_LAYER.ends[row]))
+        assert newest < set(protected.live(-1, row, head)) and not newest <= set(alone.live(-1, row, head))
 
 
 PROMPT = random_tokens(2, 40, seed=3)

@@ -159,5 +159,5 @@ def test_as_text():
         policies.full(), policies.window(8, sinks=1), policies.h2o(8), shares=(1, 2, 1)
     )
     assert build("policy", "longgen(sinks=1)", budget=8) == policies.longgen(8, sinks=1)
-    made = build("policy", "random_control(every=2)", budget=8)
-    assert made == policies.phases(policies.full(), policies.random(8, every=2))
+    made = build("policy", "random_control(every=2, recent=3)", budget=8)
+    assert made == policies.phases(policies.full(), policies.random(8, recent=3, every=2))
