@@ -120,8 +120,43 @@ class Rope:
             # [B, 1, n]
             position = position[:, None]
         # [B, 1 or heads, n, dim / 2]
-        angle = position[..., None].astype(jnp.float32) * frequencies[:, None, None]
-        cos, sin = jnp.cos(angle) * self.attention_factor, jnp.sin(angle) * self.attention_factor
+        return self._rotated(x, *self._cos_sin(position, frequencies[:, None]))
+
+    def rotate_to_ranks(self, x: Array, rank: Array, frequencies: Array, size: int) -> Array:
+        """Returns what `rotate` does for positions below `size`, each of whose cosines is computed once on CPUs.
+
+        Args:
+          x: [B, heads, n, D].
+          rank: [B, heads, n] int32; at least `size` or negative where the result does not matter.
+          frequencies: see `rotate`.
+          size: the number of ranks.
+        """
+
+        def from_table(x: Array, rank: Array, frequencies: Array) -> Array:
+            # [B or 1, size, dim]: as two arrays, XLA would compute the cosine of every slot after all
+            table = jnp.concatenate(self._cos_sin(jnp.arange(size, dtype=jnp.int32)[None], frequencies), axis=-1)
+
+            def look_up(table: Array, rank: Array) -> Array:
+                return jnp.take(table, rank, axis=0, mode="clip")
+
+            # [B, heads, n, dim]
+            rows = look_up(table[0], rank) if len(table) == 1 else jax.vmap(look_up)(table, rank)
+            return self._rotated(x, rows[..., : self.dim // 2], rows[..., self.dim // 2 :])
+
+        return jax.lax.platform_dependent(x, rank, frequencies, cpu=from_table, default=self.rotate)
+
+    def _cos_sin(self, position: Array, frequencies: Array) -> tuple[Array, Array]:
+        """Returns the cosines and sines [B, ..., n, dim / 2] of positions [B, ..., n].
+
+        Args:
+          position: int32.
+          frequencies: [B or 1, ..., dim / 2] float32, without the axis of positions.
+        """
+        angle = position[..., None].astype(jnp.float32) * frequencies[..., None, :]
+        return jnp.cos(angle) * self.attention_factor, jnp.sin(angle) * self.attention_factor
+
+    def _rotated(self, x: Array, cos: Array, sin: Array) -> Array:
+        """Rotates [B, heads, n, D] by cosines and sines [B, 1 or heads, n, dim / 2], in float32."""
         half = self.dim // 2
         # [B, heads, n, dim / 2]
         first, second = (x[..., i : i + half].astype(jnp.float32) for i in (0, half))

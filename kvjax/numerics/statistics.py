@@ -204,6 +204,11 @@ class Statistic:
         """
         if self.largest:
             return jnp.max(terms * weight[:, None, :, None], axis=2)
+        if terms.shape[2] == 1:
+            # [B, 1, 1] or [B, 1, 1, words]
+            weight = weight[:, 0][:, None, None]
+            term = terms[:, :, 0]
+            return term * weight if weight.ndim == 3 else term[..., None] * weight
         # In full float32: by default, GPUs and TPUs would multiply fewer bits.
         return jnp.einsum("bkts,bt...->bks...", terms, weight, precision=jax.lax.Precision.HIGHEST)
 
@@ -237,7 +242,7 @@ class Statistic:
                 return jnp.where(count > 0, decayed, 0.0)
         return count.astype(jnp.float32)
 
-    def merge(self, old: Array, block: Array, queries: Array) -> Array:
+    def merge(self, old: Array, block: Array, queries: Array, most: int | None = None) -> Array:
         """Combines the columns of a block with the accumulated statistic.
 
         Args:
@@ -245,6 +250,7 @@ class Statistic:
           block: [B, K, S], [B, K, S, words] or [B, K, S, 3] float32, ``Σ_i w_i f(m[i, j])`` over the queries of the
             block, the maximum, or hits and gaps.
           queries: [B] int32, the number of real queries of each row in the block. A row without any is unchanged.
+          most: the largest number of queries of a row; None = not known.
 
         Returns:
           The updated statistic, in the shape and dtype of `old`.
@@ -267,6 +273,10 @@ class Statistic:
                 return jnp.float32(self.gamma) ** n.astype(jnp.float32) * old + block
             case "recall":
                 return query_bits.shifted(old, n[..., None], self.history) | block.astype(jnp.uint16)
+            case "latest" if most == 1:
+                # A gather of every number would take longer than the rest of a step on CPUs.
+                shifted = jnp.concatenate([block[..., :1], old[..., :-1]], axis=3)
+                return jnp.where(n[..., None] > 0, shifted, old)
             case "latest":
                 # [history] and [B, 1, 1, history]
                 place = jnp.arange(self.history, dtype=jnp.int32)

@@ -39,6 +39,8 @@ def _by_distance(position: Array) -> Callable[[Array, Array], Array]:
 
 # (total [B, K, S, ...], slot [B, K, n], x [B, K, n, ...]) -> total with x added at the slots
 _add = jax.vmap(jax.vmap(lambda total, slot, x: total.at[slot].add(x)))
+# (all [B, K, S, ...], slot [B, K, n], x [B, K, n, ...]) -> all with x at the slots
+_put = jax.vmap(jax.vmap(lambda every, slot, x: every.at[slot].set(x)))
 
 
 def _average(x: Array, own: float, slot: Array, weight: Array, others: Array) -> Array:
@@ -54,6 +56,14 @@ def _average(x: Array, own: float, slot: Array, weight: Array, others: Array) ->
     Returns:
       [B, K, S, D] in the dtype of x; a slot without others is unchanged to the bit.
     """
+    if slot.shape[2] == 1:
+        # One row of each head changes; the others are neither read nor written.
+        before = jnp.take_along_axis(x, slot[..., None], axis=2)
+        row = before.astype(jnp.float32)
+        weight = weight[..., None]
+        weights = own + weight
+        made = jnp.where(weights > own, (own * row + weight * others) / weights, row).astype(x.dtype)
+        return _put(x, slot, made)
     # [B, K, S, D]
     total = _add(own * x.astype(jnp.float32), slot, weight[..., None] * others)
     # [B, K, S]

@@ -15,7 +15,11 @@ Array = jax.Array
 
 
 def observe(
-    stats: dict[str, Array], needs: frozenset[Statistic], columns: dict[str, Array], queries: Array
+    stats: dict[str, Array],
+    needs: frozenset[Statistic],
+    columns: dict[str, Array],
+    queries: Array,
+    most: int | None = None,
 ) -> dict[str, Array]:
     """Adds a block's columns to the statistics, which are constants to a gradient.
 
@@ -23,9 +27,10 @@ def observe(
       stats: statistic name -> [B, K, S, ...].
       columns: statistic name -> [B, K, S, ...] float32 sums of the block.
       queries: [B] int32 number of real queries of each row.
+      most: the largest number of queries of a row; None = not known.
     """
     columns, queries = jax.lax.stop_gradient((columns, queries))
-    return stats | {s.name: s.merge(stats[s.name], columns[s.name], queries) for s in by_name(needs)}
+    return stats | {s.name: s.merge(stats[s.name], columns[s.name], queries, most) for s in by_name(needs)}
 
 
 class Round(NamedTuple):

@@ -87,7 +87,7 @@ def step(
     # [B]
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     stats = pool.stats | _written(pool, inputs, output, block, group, args)
-    stats = evict.observe(stats, group.needs, columns, queries)
+    stats = evict.observe(stats, group.needs, columns, queries, block.position.shape[1])
     per_slot = PerSlot(stats, {name: index[name] for name in group.selection.per_slot})
     memory = _remembered(layer, inputs, block, group, rope)
     # XLA removes the frequencies unless the policy rotates keys.
@@ -180,8 +180,9 @@ def _by_rank(
       query: [B, H, n, D], not rotated.
       keys: [B, K, S_i, D] of each piece, not rotated.
     """
+    size = pool.position.shape[2]
     query_rank, key_rank = ranks(block.position, pool.position, in_order=one_shot)
-    return rotate_to_ranks(query, keys, query_rank, pool.cut(key_rank), longest(pool.position), rope)
+    return rotate_to_ranks(query, keys, query_rank, pool.cut(key_rank), longest(pool.position), rope, size)
 
 
 def _after_reading(pool: Pool, output: Array) -> Array:

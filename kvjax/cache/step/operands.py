@@ -249,6 +249,7 @@ def rotate_to_ranks(
     key_ranks: Sequence[Array],
     longest: Array,
     rope: Rope,
+    size: int | None = None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Rotates query and keys to their ranks among the live slots of their head (StreamingLLM).
 
@@ -259,9 +260,15 @@ def rotate_to_ranks(
       key_ranks: [B, K, S_i] int32 of each piece.
       longest: [B] int32, the number of live slots of the fullest head: frequencies may depend on it.
       rope: the layer's rotary embedding.
+      size: the number of ranks of live slots; None = not known.
     """
     frequencies = rope.frequencies(longest)
-    turned = tuple(rope.rotate(as_array(key), at, frequencies) for key, at in zip(keys, key_ranks, strict=True))
+
+    def turn(key: PyTree, at: Array) -> Array:
+        x = as_array(key)
+        return rope.rotate(x, at, frequencies) if size is None else rope.rotate_to_ranks(x, at, frequencies, size)
+
+    turned = tuple(map(turn, keys, key_ranks))
     # The query heads of a group share their KV head's slots, and so its ranks.
     query_rank = jnp.repeat(query_rank, query.shape[1] // query_rank.shape[1], axis=1)
     return rope.rotate(query, query_rank, frequencies), turned

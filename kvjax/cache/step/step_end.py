@@ -15,7 +15,7 @@ from kvjax.cache.step import evict
 from kvjax.cache.step.operands import Operands, decoded, ranked_vectors
 from kvjax.cache.step.pool import KeyRotation, Pool, joined, run_after_inputs
 from kvjax.policies.base import View
-from kvjax.policies.components import KeyFrame
+from kvjax.policies.components import Folded, KeyFrame
 from kvjax.policies.parameters import Parts
 from kvjax.policies.round_memory import NUMBER
 from kvjax.storage import store as held
@@ -98,10 +98,17 @@ def finish(
             key, value = _ranked(pool, group, rotation, made)
             max_victims = n if group.evicts_one else position.shape[2]
             view = _view(pool, key, value, block, group, budget, seen)
-            if merge.ranks:
-                # XLA computes it once for evictions and for the merge.
-                view = view._replace(priority=evict.ranking(policy, before, view)[0])
-            folded = merge.fold(key, value, victim, stats, view, max_victims)
+
+            def fold(key: Array, value: Array, stats: dict[str, Array]) -> Folded:
+                # XLA computes the priority once for evictions and for the merge.
+                ranked = view._replace(priority=evict.ranking(policy, before, view)[0]) if merge.ranks else view
+                return merge.fold(key, value, victim, stats, ranked, max_victims)
+
+            if policy.every > 1:
+                # Most steps evict nothing.
+                folded = jax.lax.cond(jnp.any(victim), fold, Folded, key, value, dict(stats))
+            else:
+                folded = fold(key, value, stats)
             stats = folded.stats
             layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, rotation)
         if own is None or not group.arrangement.holds_victims:
