@@ -10,7 +10,7 @@ Command: python -m experiments.run --config=unseen_questions_smollm2
 
 from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig, TasksConfig
 
-LENGTH = 896  # tokens of context and question
+LENGTH = 448  # tokens of context and question
 
 
 def get_config() -> ExperimentConfig:
@@ -18,14 +18,11 @@ def get_config() -> ExperimentConfig:
         name="unseen_questions_smollm2",
         model=ModelConfig(path="smollm2-135m-instruct", dtype="float32"),
         policy=PolicyConfig(name="kvzip", budget=0.3),
-        baselines=("full", "adakv(kvzip, safeguard=0)", "snapkv(window=16)", "h2o", "window"),
+        baselines=("full", "snapkv(window=16)", "window"),
         data=DataConfig(num_sequences=1, prompt_length=256, new_tokens=8),
         tasks=TasksConfig(
-            names=(
-                f"needle(lengths=({LENGTH},), depths=8, repeats=4)",
-                f"passkey(lengths=({LENGTH},), depths=8, repeats=2)",
-            ),
-            rows=8,
+            names=(f"needle(lengths=({LENGTH},), depths=8, repeats=4)",),
+            rows=16,
         ),
         repeats=0,
     )

@@ -18,16 +18,15 @@ def get_config() -> ExperimentConfig:
         model=ModelConfig(path="kvjax-tiny", dtype="float32"),
         policy=PolicyConfig(name="kvzip(chunk=256)", budget=0.3),
         baselines=(
-            "full", "adakv(kvzip(chunk=256), safeguard=0)", "snapkv(window=16)", "adakv(snapkv(window=16))",
-            "expected_attention", "keydiff", "compactor", "matched", "h2o", "window",
+            "full", "adakv(kvzip(chunk=256), safeguard=0)", "snapkv(window=16)", "h2o", "window",
         ),
         data=DataConfig(num_sequences=1, prompt_length=256, new_tokens=32),
         tasks=TasksConfig(
             names=(
-                f"needle(lengths=({LENGTH},), depths=8, repeats=8)",
-                f"passkey(lengths=({LENGTH},), depths=8, repeats=8)",
+                f"needle(lengths=({LENGTH},), depths=8, repeats=4)",
+                f"passkey(lengths=({LENGTH},), depths=8, repeats=4)",
             ),
-            rows=16,
+            rows=32,
         ),
         repeats=0,
     )  # fmt: skip
