@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from kvjax.cache import store_order
 from kvjax.cache.arrangements.single_slots import SlotArrangement
 from kvjax.cache.groups import Group
-from kvjax.cache.slots import constrain, constrain_slots, oldest_first, take
+from kvjax.cache.slots import constrain, constrain_slots, empty_stats, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot
 from kvjax.parallel import host_memory
 
@@ -24,7 +24,7 @@ def refuses(group: Group) -> str | None:
     return None
 
 
-def resized(layer: LayerKV, before: Group, after: Group) -> LayerKV:
+def resized(layer: LayerKV, before: Group, after: Group, *, fresh: bool = False) -> LayerKV:
     """Moves the slots of a group into arrays of another size.
 
     Larger arrays have the slots where they were, followed by empty ones. In smaller arrays the live slots, which must
@@ -34,7 +34,14 @@ def resized(layer: LayerKV, before: Group, after: Group) -> LayerKV:
       layer: in the arrays of `before`.
       before: a group that `refuses` accepts.
       after: the same group with another number of slots in some store.
+      fresh: whether statistics and memories are those of `after`, and begin anew.
     """
+    if fresh:
+        layer = resized(layer.replace(stats={}, memory={}), before, after)
+        batch, heads, _ = layer.position.shape
+        memory = {each.name: each.empty((batch, heads, after.queries), layer.dim) for each in after.memory}
+        stats = empty_stats(after.needs, after.remembers, slots_of(layer.position))
+        return layer.replace(stats=stats, memory=memory)
     if before.slots == after.slots:
         return layer
     parts = layer.parts

@@ -176,6 +176,7 @@ class Block(flax.struct.PyTreeNode):
       budget: see `KVState`; during prefill, the budgets of the policy for prompts. In a layer, those of its groups.
       layer: int32, the index of the layer; None outside of a layer.
       replayed: [B] int32, during a replay, the first position of the chunk that is replayed; otherwise None.
+      turn: see `kvjax.policies.base.View`.
     """
 
     position: Array
@@ -184,6 +185,7 @@ class Block(flax.struct.PyTreeNode):
     budget: Any
     layer: Any = None
     replayed: Any = None
+    turn: Any = None
 
     def __repr__(self) -> str:
         return one_line(self)

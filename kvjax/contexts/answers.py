@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from kvjax.arguments import plain_signature
 from kvjax.contexts.room import with_room
-from kvjax.contexts.turns import extend
+from kvjax.contexts.turns import extend, own_model
 from kvjax.generation import generate
 from kvjax.generation.context import Context
 from kvjax.generation.generate import Generation
@@ -66,6 +66,7 @@ def decode(
       NonFiniteError: see `kvjax.generate`.
     """
     check_count("max_new_tokens", max_new_tokens)
+    model = own_model(model, context)
     larger = with_room(context, np.full(context.logits.shape[0], max_new_tokens, np.int32))
     if not donate and larger.state is context.state:
         larger = larger._replace(state=jax.tree.map(lambda leaf: leaf.copy(), context.state))

@@ -79,6 +79,9 @@ def join(first: Context, second: Context) -> Context:
     return made._replace(
         tokens=None if texts is None else padded_rows([texts[i] for i in own], made.logits.shape[0]),
         boundaries=None if spans is None else tuple(spans),
+        resolved=None
+        if first.resolved is None or second.resolved is None
+        else np.concatenate([first.resolved, second.resolved]),
     )
 
 
@@ -97,6 +100,7 @@ def _taken(
         logits=logits, state=state, rows=count, snapshots=(),
         tokens=None if text is None else padded_rows([text[i] for i in chosen], count + padding),
         boundaries=None if boundaries is None else tuple(boundaries[i] for i in chosen),
+        resolved=None if context.resolved is None else context.resolved[chosen],
     )  # fmt: skip
 
 

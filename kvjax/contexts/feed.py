@@ -11,6 +11,7 @@ from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.resize import resized
 from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV
 from kvjax.generation import compiling
+from kvjax.generation.prefill import GroupBudgets
 from kvjax.generation.program import program
 from kvjax.models.bound import BoundDecoder, bind
 from kvjax.models.config import DecoderConfig
@@ -31,6 +32,7 @@ class Plan:
       how: in blocks of `block` tokens, or one token at a time in as many steps as the longest row has tokens.
       block: the number of tokens of a block.
       is_prompt: whether the view of a policy has the tokens as part of the prompt.
+      compresses: whether slots are evicted at the end of the tokens as at the end of a prompt, by their queries alone.
     """
 
     held: Phase
@@ -38,6 +40,7 @@ class Plan:
     how: How
     block: int
     is_prompt: bool
+    compresses: bool = False
 
 
 @program(static_argnames=("config", "plan"))
@@ -49,6 +52,8 @@ def feed_copies(
     tokens: Array,
     lengths: Array,
     real: Array,
+    budget: GroupBudgets | None = None,
+    turn_budget: GroupBudgets | None = None,
     *,
     config: DecoderConfig,
     plan: Plan,
@@ -63,6 +68,8 @@ def feed_copies(
       tokens: [R, n] int32; in blocks, n is a multiple of the block.
       lengths: [R] int32, the number of tokens of each; a row without a token is only copied.
       real: [R] bool; the other rows are padding, and hold nothing afterwards.
+      budget: of the copies, see `KVState`; None = those of the rows.
+      turn_budget: the same while the tokens are fed; None = `budget`.
       config: the decoder.
       plan: how tokens are fed.
 
@@ -77,14 +84,20 @@ def feed_copies(
     kv = kv.replace(
         prompt=jnp.where((lengths > 0) & plan.is_prompt, end, kv.prompt), total=jnp.maximum(kv.total, end)
     )  # fmt: skip
-    kv = resized_state(kv, plan.held, plan.during)
+    if budget is not None:
+        kv = kv.replace(budget=budget)
+    after = kv.budget
+    if turn_budget is not None:
+        kv = kv.replace(budget=turn_budget)
+    kv = resized_state(kv, plan.held, plan.during, fresh=plan.compresses)
     decoder = bind(config, params)
     runs = decoder.runs_now(kv, plan.during)
     kv, decoder = arranged_state(kv, runs), decoder.looped(runs)
     kv, last = _fed(decoder, kv, tokens, lengths, plan)
     # [R, V]
-    after = jnp.where((lengths > 0)[:, None], decoder.logits(last), before)
-    return after, arranged_state(resized_state(kv, plan.during, plan.held), stacked)
+    newest = jnp.where((lengths > 0)[:, None], decoder.logits(last), before)
+    kv = resized_state(kv, plan.during, plan.held, fresh=plan.compresses).replace(budget=after)
+    return newest, arranged_state(kv, stacked)
 
 
 def _fed(decoder: BoundDecoder, kv: KVState, tokens: Array, lengths: Array, plan: Plan) -> tuple[KVState, Array]:
@@ -99,7 +112,8 @@ def _fed(decoder: BoundDecoder, kv: KVState, tokens: Array, lengths: Array, plan
         # [R, step]
         at = first + inside
         position = jnp.where(at < lengths[:, None], start[:, None] + at, -1)
-        block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
+        turn = start if plan.compresses else None
+        block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget, turn=turn)
         # [R, step, E]
         x, kv = decoder.hidden(ids, kv, block, plan.during)
         # [R]: the row's last token in the block
@@ -141,13 +155,22 @@ def resize(state: KVState, *, before: Phase, after: Phase) -> KVState:
     return resized_state(state, before, after)
 
 
-def resized_state(state: KVState, before: Phase, after: Phase) -> KVState:
-    """Moves a cache into the arrays of other groups, which differ from those before in their numbers of slots."""
-    if all(one.slots == two.slots for pair in zip(before, after, strict=True) for one, two in zip(*pair, strict=True)):
+def resized_state(state: KVState, before: Phase, after: Phase, *, fresh: bool = False) -> KVState:
+    """Moves a cache into the arrays of other groups, which differ from those before in their numbers of slots.
+
+    Args:
+      state: the cache.
+      before: its groups of heads.
+      after: the others.
+      fresh: whether statistics and memories are those of `after`, and begin anew.
+    """
+    if not fresh and all(
+        one.slots == two.slots for pair in zip(before, after, strict=True) for one, two in zip(*pair, strict=True)
+    ):
         return state
     stacked = stacked_runs(state.layers)
     layers = tuple(
-        Layer(resized(*each) for each in zip(layer, *groups, strict=True))
+        Layer(resized(*each, fresh=fresh) for each in zip(layer, *groups, strict=True))
         for layer, *groups in zip(arranged_state(state, ()).layers, before, after, strict=True)
     )
     return arranged_state(state.replace(layers=layers), stacked)

@@ -102,8 +102,8 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
     """
     path = Path(folder).expanduser().resolve()
     made = context.made
-    tokens = context.tokens
-    if made is None or made.sizes is None or tokens is None or context.boundaries is None:
+    tokens, resolved = context.tokens, context.resolved
+    if made is None or made.sizes is None or tokens is None or resolved is None or context.boundaries is None:
         raise InputError("this context cannot be saved, since its tokens or its cache are not known.")
     distributed.check_alone(made.model.params, "contexts.save")
     if path.exists():
@@ -111,7 +111,7 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
     state, logits, params = distributed.to_host((context.state, context.logits, made.model.params))
     about = _about(made.model, made.spec) | {
         "format": FORMAT, "rows": context.num_rows, "sizes": dataclasses.asdict(made.sizes),
-        "state": arrays_digest(state, logits, tokens),
+        "state": arrays_digest(state, logits, tokens, resolved),
         "slots": [[list(group.slots) for group in layer] for layer in context.layout.decode],
         "runs": [[run.start, run.stop] for run in stacked_runs(context.state.layers)],
         "boundaries": [[list(span) for span in own] for own in context.boundaries],
@@ -121,7 +121,7 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
         whole = about | {"model": model_digest(params)}
         with finished_folder(path) as unfinished:
             orbax.save_state(unfinished / STATE, state)
-            np.savez(unfinished / ARRAYS, tokens=tokens, logits=logits)
+            np.savez(unfinished / ARRAYS, tokens=tokens, logits=logits, resolved=resolved)
             (unfinished / ABOUT).write_text(json.dumps(whole, indent=2) + "\n")
 
     saving = Saving(_writer().submit(write))
@@ -175,16 +175,17 @@ def load(
         boundaries = tuple(tuple(Span(*map(int, span)) for span in own) for own in about["boundaries"])
         with np.load(path / ARRAYS) as arrays:
             tokens, logits = arrays["tokens"], arrays["logits"]
+            resolved = arrays["resolved"]
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from None
     shapes = state_shapes(model, layout, len(logits))
     state = on_its_memory(orbax.restore_state(path / STATE, shapes, mesh=model.mesh, rules=model.rules), layout)
-    if arrays_digest(state, logits, tokens) != about.get("state"):
+    if arrays_digest(state, logits, tokens, resolved) != about.get("state"):
         raise CheckpointError(f"{path} is damaged: its arrays are not those that were saved.")
     # Layers that ran as loops do so again, so that what follows is equal to the bit.
     state = arranged_state(state, runs)
     made = Made(model, spec, options, sizes)
-    return Context(model.place(logits), state, layout, tokens, rows, boundaries, made)
+    return Context(model.place(logits), state, layout, tokens, rows, boundaries, made, resolved)
 
 
 def _about(model: Model, spec: CacheSpec) -> JsonObject:

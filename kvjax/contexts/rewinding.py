@@ -9,7 +9,7 @@ from kvjax.arguments import plain_signature
 from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.state import EMPTY, KVState, LayerKV
-from kvjax.contexts.turns import extend
+from kvjax.contexts.turns import extend, own_model
 from kvjax.errors import InputError
 from kvjax.generation.context import Context, Span, padded_rows
 from kvjax.generation.multiple_choice import takes_blocks
@@ -35,6 +35,7 @@ def rewind(model: Model, context: Context, length: ArrayLike) -> Context:
       InputError: a length that is not valid, a cache that remembers more than the slots of the tokens that are left, or
         a context whose tokens are not known.
     """
+    model = own_model(model, context)
     if reason := _refuses(context.layout):
         raise InputError(
             f"this context cannot be rewound: {reason}. Keep shorter contexts, with keep= of kvjax.contexts.prefill."

@@ -8,6 +8,8 @@ import numpy as np
 
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import positions_of
+from kvjax.cache.planning.layout import CacheLayout
+from kvjax.cache.planning.limits import slots_bucket
 from kvjax.cache.resize import refuses
 from kvjax.cache.state import KVState
 from kvjax.contexts.feed import resize
@@ -15,7 +17,7 @@ from kvjax.errors import InputError
 from kvjax.generation.context import Context
 from kvjax.generation.generate import check_following
 from kvjax.parallel import distributed
-from kvjax.policies.traits import appended_one_by_one
+from kvjax.policies.traits import appended_one_by_one, compresses_prompts, refuses_turns
 
 STEP = 256  # slots; larger arrays have a multiple of it
 BY_LENGTH = ("dynamic", "longrope")  # scalings of RoPE that depend on the tokens to come
@@ -111,3 +113,69 @@ def one_by_one(phase: Phase) -> str | None:
         if group.arrangement.sized_by_extent:
             return f"storage {group.storage.label} holds tokens together"
     return None
+
+
+def during_compression(layout: CacheLayout, tokens: int) -> Phase:
+    """Returns the groups in which a turn is compressed with what is held: those of the prompt, with slots for both.
+
+    Args:
+      layout: of the context.
+      tokens: the number of tokens of the turn.
+
+    Raises:
+      InputError: this cache cannot be compressed again.
+    """
+
+    def of_group(before: Group, after: Group) -> Group:
+        reason = None
+        if not compresses_prompts(before.policy):
+            reason = f"{before.policy.name} does not compress prompts"
+        elif before.shares is not None or after.evicts or after.needs or after.memory:
+            reason = f"{layout.name} evicts while decoding, or shares slots among heads"
+        elif after.slot_axes or before.replay is not None:
+            reason = "slots are divided over devices" if after.slot_axes else "the prompt is replayed"
+        reason = reason or refuses_turns(before.policy) or refuses(after)
+        if reason is not None:
+            raise InputError(f"turns='compress' cannot be used: {reason}; use turns='append'.")
+        slots = after.slots
+        if not after.storage.new_tokens_separate:
+            slots = (slots[0] + tokens, *slots[1:])
+        return dataclasses.replace(
+            before, slots=slots, storage=after.storage, array_sizes=None, decode_group=None, selection=after.selection,
+            prompt_index=None, attn_implementation="xla", step_implementation=None,
+        )  # fmt: skip
+
+    return tuple(
+        tuple(of_group(*each) for each in zip(*groups, strict=True))
+        for groups in zip(layout.prompt, layout.decode, strict=True)
+    )
+
+
+def with_budgets(context: Context, budgets: tuple[tuple[np.ndarray | None, ...], ...]) -> Context:
+    """Returns a context whose arrays have room for other budgets while decoding, per layer and group [B] or None.
+
+    Raises:
+      InputError: arrays that cannot grow have too few slots.
+    """
+
+    def of_group(group: Group, rows: np.ndarray | None) -> Group:
+        if rows is None or not group.evicts:
+            return group
+        own = 0 if group.storage.new_tokens_separate else 1
+        needed = slots_bucket(int(rows.max()) + group.policy.every - 1 + own)
+        if needed <= group.capacity:
+            return group
+        if reason := refuses(group) or ("heads share their slots" if group.shares is not None else None):
+            raise InputError(f"rebudget needs {needed} slots instead of {group.capacity}, and {reason}.")
+        unit = _unit(group)
+        return dataclasses.replace(group, slots=(-(-(needed - sum(group.slots[1:])) // unit) * unit, *group.slots[1:]))
+
+    before = context.layout.decode
+    after = tuple(
+        tuple(of_group(*each) for each in zip(groups, own, strict=True))
+        for groups, own in zip(before, budgets, strict=True)
+    )
+    if after == before:
+        return context
+    state = resize(context.state, before=before, after=after)
+    return context._replace(state=state, layout=dataclasses.replace(context.layout, decode=after))

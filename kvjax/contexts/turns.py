@@ -1,12 +1,14 @@
 """Further turns: copies rows of a context and feeds tokens to the copies."""
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.arguments import plain_signature
+from kvjax.arguments import choice_argument, plain_signature
 from kvjax.cache.planning.limits import half_steps, power_of_two, prompt_bucket
+from kvjax.cache.planning.lowering import budgets_of
 from kvjax.contexts.feed import Plan, feed_copies
-from kvjax.contexts.room import BY_LENGTH, during_block, one_by_one, with_room
+from kvjax.contexts.room import BY_LENGTH, during_block, during_compression, one_by_one, with_budgets, with_room
 from kvjax.errors import InputError
 from kvjax.generation import compiling
 from kvjax.generation.context import Boundaries, Context, padded_rows, spans_with
@@ -15,6 +17,9 @@ from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
+
+TURNS = ("append", "compress")
+HostBudgets = tuple[tuple[np.ndarray | None, ...], ...]  # per layer and group of heads, [B]
 
 
 @plain_signature
@@ -26,12 +31,16 @@ def extend(
     lengths: ArrayLike | None = None,
     rows: ArrayLike | None = None,
     block: int | None = None,
+    turns: str = "append",
+    rebudget: bool = False,
 ) -> Context:
     """Copies rows of a context and feeds a further turn to the copies.
 
     To a policy that evicts while decoding, a turn is a prompt: its tokens attend to the live slots and to each other,
     and slots are evicted once, at the end of the turn or of each of its blocks. Statistics go on, and budgets stay
-    those of the first prompt. What a prompt compressor keeps of the first prompt stays, and turns are appended.
+    those of the first prompt. What a prompt compressor keeps of the first prompt stays, and turns are appended; with
+    ``turns="compress"``, it ranks all live slots again at the end of each turn, by the queries of this turn, and evicts
+    down to its budget.
 
     Some caches are defined token by token: H2O's ``ring``, budgets that count what follows a prompt, selections, and
     storages that encode each token of a policy that evicts nothing. They take a turn one token at a time.
@@ -44,15 +53,21 @@ def extend(
       rows: [R] int, the row of the context that each row of tokens continues; None for the rows in their order.
       block: tokens of a block, counted from the first token of the turn; None for one block. 1 feeds tokens one at a
         time, as if the model had generated them.
+      turns: ``append`` or ``compress``, of a prompt compressor.
+      rebudget: whether a budget that is a share of the text is now one of each row's length after the turn. A larger
+        budget brings nothing back.
 
     Returns:
       The context after the turn. A row without a token is only copied. On a mesh that does not divide them, rows
       without a token follow; see `Context`.
 
     Raises:
-      InputError: tokens, lengths or rows that are not valid; arrays that cannot grow have too few slots; or the model
-        has no positions for so many tokens.
+      InputError: tokens, lengths, rows or turns that are not valid; another model; arrays that cannot grow have too
+        few slots; the model has no positions for so many tokens; or the cache cannot be compressed again.
+      PolicyError: the new budget cannot work.
     """
+    model = own_model(model, context)
+    choice_argument("turns", turns, TURNS, error=InputError)
     ids, sizes = _checked(model.config, tokens, lengths)
     count, contexts = len(sizes), context.num_rows
     source = np.arange(count) if rows is None else np.asarray(rows)
@@ -65,9 +80,22 @@ def extend(
     _check_positions(model.config, length + sizes, total)
     fed = np.zeros(context.logits.shape[0], np.int32)
     np.maximum.at(fed, source, sizes)
-    context = with_room(context, fed)
+    resolved, budget, turn_budget = _budgets(
+        context, source, np.where(sizes > 0, length + sizes, 0) if rebudget else None, total
+    )  # fmt: skip
     longest = max(int(sizes.max()), 1)
-    plan, width, size = _planned(context, longest, block)
+    if turns == "append" or rebudget:
+        context = with_room(context, fed)
+    if budget is not None:
+        context = with_budgets(context, budget)
+    size: int | None = None
+    if turns == "compress":
+        width = prompt_bucket(longest)
+        during = during_compression(context.layout, width)
+        plan = Plan(context.layout.decode, during, "blocks", width, True, compresses=True)
+    else:
+        turn_budget = None
+        plan, width, size = _planned(context, longest, block)
     # One row is no more work for each device than a row of padding.
     padding = model.rows_on_mesh(count) - count if count > 1 else 0
     # [R + padding, width]
@@ -76,13 +104,57 @@ def extend(
     # [R + padding]
     copied, sizes_padded = (np.pad(each.astype(np.int32), (0, padding)) for each in (source, sizes))
     real = np.arange(count + padding) < count
+    budgets = jax.tree.map(lambda each: np.pad(each, (0, padding), mode="edge"), (budget, turn_budget))
     with model.on_mesh(), compiling.announced(compiling.tokens_of(context.layout.decode)):
         logits, state = feed_copies(
             model.params, context.state, context.logits, *model.place((copied, given, sizes_padded, real)),
+            *model.place(budgets),
             config=model.config, plan=plan,
         )  # fmt: skip
-    known, boundaries = _recorded(context, source, ids, sizes, length, size, count + padding)
-    return Context(logits, state, context.layout, known, count, boundaries, context.made)
+    known, boundaries = _recorded(
+        context, source, ids, sizes, length, block if turns == "compress" else size, count + padding
+    )
+    return Context(logits, state, context.layout, known, count, boundaries, context.made, resolved)
+
+
+def own_model(model: Model, context: Context) -> Model:
+    """Returns the model of a context, which has the calibration of its cache.
+
+    Raises:
+      InputError: the model that is given is another one.
+    """
+    if context.made is None or model is context.made.model:
+        return model
+    own = context.made.model
+    if model.config != own.config or not {*map(id, jax.tree.leaves(model.params))} <= {
+        *map(id, jax.tree.leaves(own.params))
+    }:  # fmt: skip
+        raise InputError("the context belongs to another model; give the model that it was made with.")
+    return own
+
+
+def _budgets(
+    context: Context, source: np.ndarray, length: np.ndarray | None, total: np.ndarray
+) -> tuple[np.ndarray | None, HostBudgets | None, HostBudgets | None]:
+    """Returns the lengths that budgets are resolved for, and the budgets of decoding, if they change, and of prompts.
+
+    Args:
+      context: the context.
+      source: [R] int, its row of each row of the turn.
+      length: [R] int, the length after the turn, 0 = unchanged; None if budgets stay as they are.
+      total: [R] int, the tokens that were known to follow.
+    """
+    made = context.made
+    if context.resolved is None or made is None:
+        if length is not None:
+            raise InputError("rebudget needs a context whose cache is known, from kvjax.contexts.prefill.")
+        return None, None, None
+    resolved = context.resolved[source]
+    if length is not None:
+        now = np.stack([length, np.maximum(length, total)], axis=1).astype(np.int32)
+        resolved = np.where(length[:, None] > 0, now, resolved)
+    budgets = budgets_of(made.spec, made.model.config, resolved[:, 0], resolved[:, 1])
+    return resolved, None if length is None else budgets.decode, budgets.prompt
 
 
 def _checked(config: DecoderConfig, tokens: ArrayLike, lengths: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:

@@ -71,6 +71,8 @@ class Context(NamedTuple):
       rows: the number of rows that are not padding; the first of all. None = all.
       boundaries: per row, the spans of tokens that were fed in blocks of one size. None = not known.
       made: the model and the cache; None = not known, so that the context can be continued token by token only.
+      resolved: [B, 2] int32 on the host, the lengths of prompt and text that budgets which are a share were resolved
+        for. None = not known.
       snapshots: the contexts after fewer tokens that `kvjax.contexts.prefill` was asked to keep.
     """
 
@@ -81,6 +83,7 @@ class Context(NamedTuple):
     rows: int | None = None
     boundaries: Boundaries | None = None
     made: Made | None = None
+    resolved: np.ndarray | None = None
     snapshots: tuple["Context", ...] = ()
 
     def __repr__(self) -> str:

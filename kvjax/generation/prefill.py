@@ -124,9 +124,10 @@ def run_batch(
       last_fed: see `prepare`.
       first: run only so many tokens of each prompt; arrays and budgets are those of whole prompts. None = all.
     """
+    whole = batch.lengths
     with model.on_mesh():
         prepared = prepare(
-            model, spec, batch.lengths, total, width=batch.width, options=options, last_fed=last_fed, pad_rows=True,
+            model, spec, whole, total, width=batch.width, options=options, last_fed=last_fed, pad_rows=True,
             following=following,
         )  # fmt: skip
         if first is not None:
@@ -136,6 +137,8 @@ def run_batch(
             batch = Batch(batch.tokens[:, :first], np.minimum(batch.lengths, first), first)
         logits, _, state = run_prompts(model, batch.tokens, batch.lengths, total, prepared, score=False)
     rows = len(batch.lengths)
+    # [B, 2]
+    resolved = np.stack([whole, total], axis=1).astype(np.int32)
     # [B, T]
     padding = np.arange(batch.tokens.shape[1]) >= batch.lengths[:, None]
     known = np.where(padding, PAD, batch.tokens)
@@ -143,7 +146,7 @@ def run_batch(
     block = prepared.layout.block
     boundaries = tuple((Span(int(n), int(n) if block is None else min(block, int(n))),) for n in batch.lengths)
     made = Made(model, spec, options, prepared.sizes)
-    return Context(logits, state, prepared.layout, known, rows, boundaries, made)
+    return Context(logits, state, prepared.layout, known, rows, boundaries, made, resolved)
 
 
 class Prepared(NamedTuple):

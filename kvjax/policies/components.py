@@ -60,6 +60,8 @@ class View(NamedTuple):
       params: the arrays of the policy's `Parameters` for these KV heads, name -> part -> [K or 1, ...].
       priority: [B, K, S] float32, by which slots were evicted, larger stays and +inf is protected; None unless a merge
         has `ranks`.
+      turn: [B] int32 position of the first token of a further turn, at whose end slots are evicted as at a prompt's
+        end; None = the prompt.
     """
 
     position: Array
@@ -80,6 +82,7 @@ class View(NamedTuple):
     num_layers: int = 1
     params: Mapping[str, Parts] = MappingProxyType({})
     priority: Array | None = None
+    turn: Array | None = None
 
     @property
     def live(self) -> Array:

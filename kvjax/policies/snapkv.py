@@ -51,12 +51,21 @@ class ObservationWindow(Importance):
     def score(self, stats: Stats, view: View) -> Array:
         average = self.pooling == "avg"
         padding = 0.0 if average else -jnp.inf
-        size, n = view.position.shape[2], view.prompt[:, None, None]
-        # [B, K, S]: a token's place in the prompt is its position, since no slot has been evicted yet.
-        place = jnp.where(view.live, view.position, size)
+        size, n, window = view.position.shape[2], view.prompt[:, None, None], jnp.int32(self.window)
+        if view.turn is None:
+            # [B, K, S]: a token's place in the prompt is its position, since no slot has been evicted yet.
+            place = jnp.where(view.live, view.position, size)
+        else:
+            # [B, K, S]: its place among the live slots
+            age = jnp.argsort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=2, stable=True)
+            place = jnp.where(view.live, jnp.argsort(age, axis=2), size)
+            # [B, 1, 1]
+            window = jnp.minimum(window, view.prompt - view.turn)[:, None, None]
+            # [B, K, 1]
+            n = jnp.sum(view.live, axis=2, keepdims=True, dtype=jnp.int32)
         scatter = jax.vmap(jax.vmap(lambda row, new: jnp.zeros(size, jnp.float32).at[row].set(new, mode="drop")))
         # [B, K, S]: by position, without the window
-        in_order = jnp.where(jnp.arange(size) < n - self.window, scatter(place, stats[self.statistic.name]), padding)
+        in_order = jnp.where(jnp.arange(size) < n - window, scatter(place, stats[self.statistic.name]), padding)
         pooled = jax.lax.reduce_window(
             in_order, jnp.float32(padding), jax.lax.add if average else jax.lax.max, (1, 1, self.kernel), (1, 1, 1),
             "SAME",
@@ -82,7 +91,8 @@ class PromptEnd(Scope):
         object.__setattr__(self, "window", count_argument("window", self.window, minimum=1))
 
     def protected(self, stats: Stats, view: View) -> Array:
-        return view.position >= (view.prompt - self.window)[:, None, None]
+        first = view.prompt - self.window
+        return view.position >= (first if view.turn is None else jnp.maximum(first, view.turn))[:, None, None]
 
     def count(self, budget: int) -> int:
         if self.beyond and budget <= self.window:

@@ -4,12 +4,14 @@ import numpy as np
 
 from kvjax.errors import SelectionError
 from kvjax.policies.base import Evict, Policy
-from kvjax.policies.h2o import Ring
+from kvjax.policies.h2o import Mass, Ring
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
+from kvjax.policies.keys import KeyDifference, LowNorm
 from kvjax.policies.layers import SplitLayers
 from kvjax.policies.parameters import Parameters, distinct
 from kvjax.policies.phases import Phases
+from kvjax.policies.snapkv import ObservationWindow
 
 
 def phases(policy: Policy) -> tuple[Evict, ...]:
@@ -173,3 +175,18 @@ def appended_one_by_one(policy: Evict) -> str | None:
 def compresses_prompts(policy: Evict) -> bool:
     """Returns whether a policy evicts once, when a prompt ends."""
     return policy.when == "prompt_end"
+
+
+#: Importances that are defined for what is left of earlier turns and a further one.
+OF_TURNS = (KeyDifference, LowNorm, Mass, ObservationWindow)
+
+
+def refuses_turns(policy: Evict) -> str | None:
+    """Returns why a compressor cannot evict at the end of a further turn, or None if it can."""
+    if not isinstance(policy.importance, OF_TURNS) or policy.writes or policy.replay is not None:
+        return f"{policy.name} is defined for whole prompts"
+    if policy.merge is not None:
+        return f"{policy.name} merges what it evicts"
+    if policy.budget is not None and policy.budget.shared:
+        return f"heads share the budget of {policy.name}"
+    return None

@@ -184,3 +184,56 @@ def test_a_rewound_context_is_that_of_the_shorter_prompt():
             contexts.rewind(model(), begun(spec), 5)
     with pytest.raises(InputError, match="length must be from 1 to 23 for row 1; got 24"):
         contexts.rewind(model(), context, 24)
+
+
+COMPRESSORS = [policies.snapkv(14, window=4, kernel=3), policies.keydiff(14), policies.knorm(14)]
+
+
+@pytest.mark.parametrize("spec", COMPRESSORS, ids=lambda own: own.name)
+def test_a_turn_is_compressed_like_the_last_block_of_a_prompt(spec):
+    """As long as nothing has been evicted: the last queries of both are those of the turn."""
+    whole = begun(spec, prefill_block=12)
+    context = contexts.prefill(model(), TOKENS[:, :12], spec)
+    made = contexts.extend(model(), context, TOKENS[:, 12:], lengths=LENGTHS - 12, turns="compress")
+    np.testing.assert_allclose(made.logits, whole.logits, atol=1e-4)
+    for row in range(3):
+        assert kept(made.state, row) == kept(whole.state, row)
+        assert {len(head) for head in kept(made.state, row)[0]} == {14}
+        assert_same_state(made.state, whole.state, row, atol=2e-5)
+
+
+def test_turns_are_compressed_again():
+    """Codes too. A turn that is shorter than the window stays whole; a row without a turn does not change."""
+    context = begun(kvjax.CacheSpec(policies.snapkv(8, window=4), storage.int8()))
+    for _ in range(2):
+        before, context = context, contexts.extend(
+            model(), context, TOKENS[:, :9], lengths=[9, 2, 0], turns="compress"
+        )  # fmt: skip
+        for row, (turn, length) in enumerate(zip((9, 2, 0), before.state.length.tolist(), strict=True)):
+            for one, two in zip(kept(context.state, row)[0], kept(before.state, row)[0], strict=True):
+                own = range(length, length + turn)
+                assert len(one) == 8 and set(one) <= {*two, *own} and set(one) >= {*own[-4:]}
+    with pytest.raises(InputError, match="turns='compress' cannot be used: h2o does not compress prompts"):
+        contexts.extend(model(), begun(), TOKENS[:, :3], turns="compress")
+    with pytest.raises(InputError, match="turns='never' is not valid"):
+        contexts.extend(model(), context, TOKENS[:, :3], turns="never")
+
+
+def test_a_share_follows_the_text_if_it_is_asked_to():
+    spec = policies.h2o(policies.Fraction(0.5, min_slots=4))
+    context = contexts.prefill(model(), TOKENS[:, :8], spec)
+    turn = [TOKENS[0, 8:].tolist(), TOKENS[1, :2].tolist(), []]
+    same, larger = (contexts.extend(model(), context, turn, rebudget=each) for each in (False, True))
+    assert [len(row[0]) for row in same.kept(0)] == [4, 4, 4]
+    assert [len(row[0]) for row in larger.kept(0)] == [12, 5, 4]
+    np.testing.assert_array_equal(np.asarray(larger.state.budget[0][0]), [12, 5, 4])
+    # What was evicted does not come back, and what follows keeps to the budget.
+    after = contexts.decode(model(), larger, max_new_tokens=3).context
+    assert [len(row[0]) for row in after.kept(0)] == [12, 5, 4]
+    long = contexts.extend(model(), context, random_tokens(3, 300), rebudget=True)
+    assert [len(row[0]) for row in long.kept(0)] == [154] * 3 and long.layout.groups[0].capacity > 154
+
+
+def test_another_model_is_refused():
+    with pytest.raises(InputError, match="belongs to another model"):
+        contexts.extend(tiny(seed=1, layers=1).model, begun(), TOKENS[:, :3])

@@ -158,6 +158,7 @@ def _view(
         most_left=group.most_left,
         num_layers=group.num_layers,
         params=seen.params,
+        turn=block.turn,
     )
 
 
