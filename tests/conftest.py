@@ -103,6 +103,10 @@ def kept_programs() -> Path:
     return cache / "kvjax" / "tests" / f"{machine}-jax-{jax.__version__}"
 
 
+#: To keep programs pays from the second run on a machine on. Within one run 2 of 100 are found, and to look for all and
+#: to write those that took long is a twentieth of the time: `.ci/run` keeps none.
+KEPT = os.environ.get("KVJAX_TEST_PROGRAMS", "kept") == "kept"
+jax.config.update("jax_enable_compilation_cache", KEPT)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_compilation_cache_dir", str(kept_programs()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
@@ -214,7 +218,7 @@ def flags_of_this_process():
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs(request):
     """Compiled programs hold memory maps, of which a process may have 65,530; without any the compiler crashes."""
-    jax.config.update("jax_enable_compilation_cache", not READ_PROGRAMS & set(request.node.path.parts))
+    jax.config.update("jax_enable_compilation_cache", KEPT and not READ_PROGRAMS & set(request.node.path.parts))
     yield
     jax.clear_caches()
     gc.collect()
