@@ -37,10 +37,14 @@ ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
 # jax 0.10 emits fused loops for CPUs in a way that takes twice as long to compile; what they compute is the same. Newer
 # versions have no such switch, and no process starts with one that is unknown.
 OTHER_EMITTER = ["--xla_cpu_use_fusion_emitters=false"] * importlib.metadata.version("jax").startswith("0.10.")
-# A worker inherits the flags of its parent, including those that are added here.
+# Workers and the programs that tests start inherit the flags, including those that are added here.
 GIVEN = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in (ONE_PART, *OTHER_EMITTER)]
 XLA_FLAGS = " ".join([*GIVEN, ONE_PART, *OTHER_EMITTER])
 os.environ["XLA_FLAGS"] = XLA_FLAGS
+
+# Hundreds of tiny programs: compiling them is most of the time, in the processes that tests start too. What is left out
+# is the optimisation of machine code: the HLO that tests read, and the memory that it takes, are the same.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # Everything that is made until the tests begin stays, so that to look for garbage then (a third of the time in which
 # tests are collected) finds little: `pytest_collection_finish` begins to.
@@ -53,10 +57,6 @@ from kvjax import products  # noqa: E402
 
 # An accidental float64 or int32 -> float32 promotion is an error here.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Hundreds of tiny programs: compiling them is most of the time. What is left out is the optimisation of machine code:
-# the HLO that tests read, and the memory that it takes, are the same.
-if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-    jax.config.update("jax_disable_most_optimizations", True)
 
 # A test must not depend on how long the compiler of kvjax's own products takes.
 products.await_native()
@@ -206,13 +206,6 @@ def pytest_collection_finish(session):
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def flags_of_this_process():
-    """Processes that tests start compile with optimisations, for which the other emitter is several times slower."""
-    jax.devices()  # jax has read the flags
-    os.environ["XLA_FLAGS"] = " ".join([*GIVEN, ONE_PART])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -58,8 +58,6 @@ def kernel(tmp_path_factory):
         patch.setenv("IPYTHONDIR", str(folder / "ipython"))
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
         patch.setenv("JAX_PLATFORMS", "cpu")
-        # Programs are compiled once and run for a second, so that they are compiled as fast as can be.
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         manager = client.KernelManager(kernel_name="kvjax-test")
         manager.start_kernel(cwd=str(work))
     yield manager

@@ -17,7 +17,7 @@ from kvjax.models.calibrate import fingerprint
 from kvjax.products.quantized import dequantize, is_quantized, outputs_of
 from tests.checkpoint import folders
 from tests.checkpoint.test_gguf import small, written
-from tests.conftest import ROOT
+from tests.conftest import ROOT, XLA_FLAGS
 from tests.models.test_parity import log_probabilities
 
 pytest.importorskip("gguf", reason="GGUF files need gguf")
@@ -148,8 +148,8 @@ def test_on_a_mesh_and_in_host_memory(tmp_path):
         raw, config, params = small(name, **{key: value for key, value in WIDE.items() if key in small(name)[0]})
         writer.write(tmp_path / f"{name}.gguf", raw, folders.tensors(config, params), kinds=KINDS)
     command = [sys.executable, "-c", ON_A_MESH, *map(str, sorted(tmp_path.glob("*.gguf")))]
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | flags, check=False)
+    environment = os.environ | {"XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=2"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.stdout.strip() == "equal", done.stderr[-2000:]
 
 

@@ -24,7 +24,7 @@ from experiments.training.config import DecoderShape, MixtureConfig, OptimizerCo
 from experiments.training.optimizer import schedule
 from kvjax.errors import ConfigError
 from kvjax.models.decoder import Decoder
-from tests.conftest import ROOT
+from tests.conftest import ROOT, XLA_FLAGS
 
 STEPS = 12
 
@@ -94,7 +94,6 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path, monkeypatc
     # The three processes run the same programs.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
     subprocess.run(command(whole), cwd=ROOT, check=True, capture_output=True)
     process = subprocess.Popen(command(config), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -127,8 +126,7 @@ def test_many_devices_train_the_same_model(config, tmp_path):
     one_stage(config, 32)
     train.train(config, progress=False)
     many = dataclasses.replace(config, output=str(tmp_path / "many"))
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=6", "JAX_PLATFORMS": "cpu"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    environment = os.environ | {"XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=6"}
     subprocess.run(command(many), cwd=ROOT, env=environment, check=True, capture_output=True)
     # 16 windows a step are divided among two of six.
     assert (events(many, "start")[0]["devices"], events(many, "start")[0]["devices_used"]) == (6, 2)

@@ -33,7 +33,7 @@ from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import random_parameters
 from kvjax.numerics.rope import Rope
-from tests.conftest import ROOT
+from tests.conftest import ROOT, XLA_FLAGS
 from tests.tiny import tiny
 
 LETTERS, SEGMENT, SHARE = 16, 160, 0.4  # letters of the texts; of each segment, one letter is a large share
@@ -180,8 +180,7 @@ def test_two_devices_train_the_same_model(config, tmp_path):
         "def get_config():\n"
         f"    return fields.from_dict(TuneConfig, json.loads({json.dumps(json.dumps(fields.to_dict(two)))}))\n"
     )
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    environment = os.environ | {"XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-m", "experiments.tune", f"--config={path}"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     starts = map(json.loads, (tmp_path / "two" / "metrics.jsonl").read_text().splitlines())
