@@ -28,8 +28,10 @@ def _unit(x: Array) -> Array:
 
 def _by_cosine(key: Array) -> Callable[[Array, Array], Array]:
     """Makes a score for `nearest`: the cosine of the two keys."""
-    directions = _unit(key.astype(jnp.float32))
-    return lambda victim, _: jnp.einsum("bktd,bksd->bkts", _unit(victim), directions)
+    key = key.astype(jnp.float32)
+    # [B, K, 1, S]: products are divided, so that no array has the directions of all keys
+    norm = jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(key), axis=3)), TINY)[:, :, None]
+    return lambda victim, _: jnp.einsum("bktd,bksd->bkts", _unit(victim), key) / norm
 
 
 def _by_distance(position: Array) -> Callable[[Array, Array], Array]:

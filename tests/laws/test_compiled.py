@@ -117,10 +117,21 @@ def test_decoding_copies_no_cache(name, every):
     assert memory.temp_size_in_bytes < key.size * 4, "no room for even one layer's keys"
 
 
-def test_ranking_by_keys_in_rounds_copies_no_cache():
-    """A round's branch reads keys and values; no step rewrites them for it."""
-    executable, key = compile_decode(policies.lagkv(SLOTS, every=16, lag=32))
+@pytest.mark.parametrize(
+    "policy", [policies.lagkv(SLOTS, every=16, lag=32), policies.ems(SLOTS, window=31)], ids=["round", "merge"]
+)
+def test_reading_keys_and_values_copies_no_cache(policy):
+    """A round's branch reads keys and values, and a merge changes one row; no step rewrites them for it."""
+    executable, key = compile_decode(policy)
     assert rewrites(executable.as_text(), shape_of(key)) == []
+
+
+def test_a_cosine_per_rank_and_not_per_slot():
+    """Heads of positions="cache" rotate every slot in every step."""
+    executable, key = compile_decode(policies.window(SLOTS, positions="cache"))
+    slots_of_heads = f"f32[{','.join(map(str, (*key.shape[:3], WIDE.head_dim // 2)))}]"
+    made = re.findall(r"= (f32\[\S*\])\S* cosine\(", executable.as_text())
+    assert f"f32[1,{key.shape[2]},{WIDE.head_dim // 2}]" in made and slots_of_heads not in made
 
 
 def test_a_copy_of_the_cache_would_be_seen(monkeypatch):

@@ -80,7 +80,7 @@ def step(
     log_weight = None if one_shot or group.policy.merge is None else group.policy.merge.log_weight(pool.stats)
     output, columns, index, read, chosen = run_after_inputs(look, pool, inputs.query)
     columns |= attend.columns_of(chosen, pool, block, group)
-    if pool.new_tokens is not None:
+    if pool.new_tokens is not None or (group.policy.folding is not None and not one_shot):
         pool = pool._replace(position=_after_reading(pool, output))
     # If KV heads are replicated but query heads are not, XLA would otherwise merge in parts and gather the cache.
     columns = constrain(columns, by_xla=group.by_xla)
@@ -186,15 +186,18 @@ def _by_rank(
 
 
 def _after_reading(pool: Pool, output: Array) -> Array:
-    """Returns the positions [B, K, S'] as they are, those of the step's own tokens after the output [B, H, n, D].
+    """Returns the positions [B, K, S'] as they are, after the output [B, H, n, D] was computed.
 
-    In a step that evicts nothing, no write would depend on what is read. XLA would then copy every store that is read
-    and written in the same step; see `kvjax.cache.slots.after_reading`.
+    In a step that evicts nothing, no write would depend on what is read, and neither would the values that a merge
+    writes. XLA would then copy every store that is read and written in the same step; see
+    `kvjax.cache.slots.after_reading`. Only the positions of the step's own tokens, if these are apart, must wait.
     """
     batch, kv_heads = pool.position.shape[:2]
     size, n = pool.layer.position.shape[2], output.shape[2]
     # [B, K, n]: one number of each KV head
     number = output.reshape(batch, kv_heads, -1, n, output.shape[3])[:, :, 0, :, 0]
+    if pool.new_tokens is None:
+        return after_reading(pool.position, number[:, :, :1])
     own = after_reading(pool.position[:, :, size:], number)
     return jnp.concatenate([pool.position[:, :, :size], own], axis=2)
 
