@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.models.calibrate import model_sizes
+from kvjax.models.config import model_sizes
 from kvjax.models.decoder import POLICY
 from kvjax.policies import LinearGate, LoCoCo, ModelSizes, Parameters, QueryDirection, QuerySpread
 

@@ -6,7 +6,8 @@ from absl import flags
 
 from experiments.bench.contestants import in_turns, ours, random_model, random_prompt, ratio, shape
 from kvjax import policies
-from kvjax.models.calibrate import calibrate, calibrated, model_sizes
+from kvjax.models.calibrate import calibrate, calibrated
+from kvjax.models.config import model_sizes
 from kvjax.models.model import Model
 from kvjax.policies import Policy
 from kvjax.policies.traits import one_at_every_step, parameters_of

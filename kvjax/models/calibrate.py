@@ -17,7 +17,7 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block
 from kvjax.errors import PolicyError, StorageError
 from kvjax.inputs import check_batch
-from kvjax.models.config import DecoderConfig
+from kvjax.models.config import DecoderConfig, model_sizes
 from kvjax.models.decoder import POLICY, SIDES, Decoder, run_layer
 from kvjax.models.gradients import gradients
 from kvjax.models.model import Model
@@ -131,13 +131,6 @@ def needs_of(what: Storage | Policy | CacheSpec, num_layers: int) -> Needs:
     """Returns the parts of a storage, a policy or a `CacheSpec` that need a calibration."""
     storage = _storage(what)
     return Needs(tuple(storage.of_layer(index, num_layers) for index in range(num_layers)), _parameters(what))
-
-
-def model_sizes(config: DecoderConfig) -> ModelSizes:
-    """Returns the sizes that determine the shapes of policies' parameters."""
-    queries = config.num_heads // config.num_kv_heads
-    rotary = None if config.rope is None else config.rope.dim
-    return ModelSizes(config.num_kv_heads, queries, config.head_dim, config.hidden_size, rotary)
 
 
 def _storage(what: Storage | Policy | CacheSpec) -> Storage:

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 from kvjax.errors import ConfigError
 from kvjax.numerics.rope import Rope
+from kvjax.policies.parameters import ModelSizes
 
 
 class LayerKind(NamedTuple):
@@ -157,3 +158,10 @@ class DecoderConfig:
     def one_layer(self) -> "DecoderConfig":
         """Returns the decoder with its first layer alone. All layers have parameters of the same shapes."""
         return dataclasses.replace(self, num_layers=1, windows=self.windows[:1], ropes=self.ropes[:1])
+
+
+def model_sizes(config: DecoderConfig) -> ModelSizes:
+    """Returns the sizes that determine the shapes of policies' parameters."""
+    queries = config.num_heads // config.num_kv_heads
+    rotary = None if config.rope is None else config.rope.dim
+    return ModelSizes(config.num_kv_heads, queries, config.head_dim, config.hidden_size, rotary)

@@ -26,8 +26,7 @@ from kvjax.cache.state import KVState, Layer, LayerKV, layers_of
 from kvjax.devices import Device
 from kvjax.generation.decoding import Carry
 from kvjax.models import offload
-from kvjax.models.calibrate import model_sizes
-from kvjax.models.config import DecoderConfig
+from kvjax.models.config import DecoderConfig, model_sizes
 from kvjax.models.decoder import POLICY, SIDES
 from kvjax.models.quantize import WeightCodes, held_shapes
 from kvjax.parallel import sharding

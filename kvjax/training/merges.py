@@ -11,7 +11,8 @@ from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import PolicyError
 from kvjax.generation.score_function import score_function
 from kvjax.inputs import check_batch
-from kvjax.models.calibrate import calibrated, model_sizes
+from kvjax.models.calibrate import calibrated
+from kvjax.models.config import model_sizes
 from kvjax.models.decoder import POLICY
 from kvjax.models.model import Model
 from kvjax.parallel import distributed

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.analysis.gates import LayerInputs, run_text
-from kvjax.models.calibrate import fingerprint, model_sizes
-from kvjax.models.config import DecoderConfig
+from kvjax.models.calibrate import fingerprint
+from kvjax.models.config import DecoderConfig, model_sizes
 from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params

@@ -127,6 +127,10 @@ def test_a_split_of_heads_takes_its_own_rows():
     table = ((True, False), (False, True))
     split = kvjax.log_likelihood(model, tokens, policies.split_heads(table, own, own), prompt_length=15)
     np.testing.assert_allclose(split.logprobs, whole.logprobs, atol=1e-5)
+    # Both groups of a layer read the same arrays, which count once.
+    (needed,) = own.params
+    held = [model.params[f"layer_{i}"]["attention"]["policy"][needed.name] for i in range(model.config.num_layers)]
+    assert split.layout.calibration_bytes() == sum(leaf.nbytes for leaf in jax.tree.leaves(held)) > 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import kvjax
 from kvjax import policies
 from kvjax.analysis.gates import hidden_states
 from kvjax.errors import PolicyError
-from kvjax.models.calibrate import model_sizes
+from kvjax.models.config import model_sizes
 from kvjax.models.decoder import POLICY, Decoder
 from kvjax.training import GatedAttention, Retention
 from tests.parameters import with_parameters

@@ -12,7 +12,7 @@ from kvjax import policies, training
 from kvjax.analysis.gates import run_text
 from kvjax.errors import PolicyError
 from kvjax.generation.prefill import prefill
-from kvjax.models.calibrate import model_sizes
+from kvjax.models.config import model_sizes
 from tests.tiny import kept, random_tokens, tiny
 
 TOKENS = random_tokens(2, 24, seed=4)

@@ -17,6 +17,8 @@ from kvjax.cache.planning.explain import explain
 from kvjax.cache.state import KVState, LayerKV
 from kvjax.errors import InputError
 from kvjax.parallel import distributed
+from kvjax.policies.parameters import ModelSizes, distinct
+from kvjax.policies.parameters import empty as empty_parameters
 from kvjax.policies.prompt_replay import Replay
 from kvjax.storage.calibration import side_shapes
 from kvjax.typing import PyTree
@@ -37,6 +39,7 @@ class CacheLayout:
       head_dim: features of a head.
       dtype: of the model's keys and values.
       platform: ``cpu``, ``gpu`` or ``tpu``, for reports.
+      sizes: of the model, for the parameters of policies; None = not known.
       runs: the layers that run as loops, with their caches in stacks; see `kvjax.models.layer_loop`.
     """
 
@@ -48,6 +51,7 @@ class CacheLayout:
     head_dim: int
     dtype: str
     platform: str = dataclasses.field(default="cpu", compare=False)
+    sizes: ModelSizes | None = dataclasses.field(default=None, compare=False, repr=False)
     runs: LayerRuns = ()
 
     @property
@@ -93,14 +97,22 @@ class CacheLayout:
         ]
 
     def calibration_bytes(self) -> int:
-        """Returns the bytes of what vectors share from a calibration, which rows have in common."""
+        """Returns the bytes of what rows have in common: what vectors share, and the parameters of policies."""
         each = [
             side_shapes(
                 group.storage, self.kv_heads if group.heads is None else len(group.heads), self.head_dim, self.dtype
             )
             for group in self.groups
         ]
-        return _bytes_of(each)
+        return _bytes_of(each) + _bytes_of(self._parameters())
+
+    def _parameters(self) -> PyTree:
+        """Returns the shapes of the parameters of each layer's policies."""
+        if self.sizes is None:
+            return []
+        layers = ((*early, *late) for early, late in zip(self.prompt, self.decode, strict=True))
+        own = (distinct(each for group in groups for each in group.policy.params) for groups in layers)
+        return [empty_parameters(each, self.sizes) for each in own]
 
     def kept(self, state: KVState, layer: int, rows: int | None = None) -> list[list[np.ndarray]]:
         """Returns the positions that a layer holds: for each row and KV head [n] int32, ascending, on the host.

@@ -25,7 +25,7 @@ from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.planning.prompt_replay import replay_of
 from kvjax.cache.spec import CacheSpec
-from kvjax.models.config import DecoderConfig
+from kvjax.models.config import DecoderConfig, model_sizes
 from kvjax.policies.base import Evict, named
 from kvjax.policies.budget import batch_slots
 from kvjax.selection.everything import everything
@@ -121,6 +121,7 @@ def lower(
     layout = CacheLayout(
         prompt=tuple(prompt_groups), decode=tuple(decode_groups), block=sizes.block, name=name,
         kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=str(jnp.dtype(dtype)), platform=platform,
+        sizes=model_sizes(config),
     )  # fmt: skip
     return Lowered(layout, budgets)
 
