@@ -1,15 +1,18 @@
 """Asks kvjax-tiny for facts of prompts that were compressed to 30 % before the question was known.
 
+Of the 724 tokens of a question, the first 700 are its prompt. The fact stands in it, 100 to 650 tokens before the end,
+and the question in the 24 tokens that are fed after it.
+
 Paper: KVzip (arXiv:2505.23416), which keeps what the model needs to repeat the prompt, and loses little at 30 %, where
 methods that choose by the prompt's own attention lose the answers.
 Expected: docs/evidence.md.
-Hardware: any CPU; a quarter of an hour on two cores, most of it compilation.
-Command: python -m experiments.run --config=unseen_questions_tiny
+Hardware: any CPU; five minutes on two cores, most of it compilation.
+Command: python -m experiments.after_prompt --config=unseen_questions_tiny --measures=facts
 """
 
-from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig, TasksConfig
+from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig, RecallConfig
 
-LENGTH = 700  # tokens; the replay of `kvzip` has the positions after them, of 1,024
+PROMPT, QUESTION = 700, 24  # tokens; the replay of `kvzip` has the positions after the prompt, of 1,024
 
 
 def get_config() -> ExperimentConfig:
@@ -18,15 +21,13 @@ def get_config() -> ExperimentConfig:
         model=ModelConfig(path="kvjax-tiny", dtype="float32"),
         policy=PolicyConfig(name="kvzip(chunk=256)", budget=0.3),
         baselines=(
-            "full", "adakv(kvzip(chunk=256), safeguard=0)", "snapkv(window=16)", "h2o", "window",
+            "full", "snapkv(window=16)", "adakv(kvzip(chunk=256), safeguard=0)", "matched", "h2o", "window",
+            "expected_attention", "compactor", "keydiff",
         ),
-        data=DataConfig(num_sequences=1, prompt_length=256, new_tokens=32),
-        tasks=TasksConfig(
-            names=(
-                f"needle(lengths=({LENGTH},), depths=8, repeats=4)",
-                f"passkey(lengths=({LENGTH},), depths=8, repeats=4)",
-            ),
-            rows=32,
+        data=DataConfig(num_sequences=1, prompt_length=PROMPT, new_tokens=QUESTION),
+        recall=RecallConfig(
+            tasks=("passkey", "associative", "multi_key"), prompts=64, length=PROMPT + QUESTION, nearest=100,
+            farthest=650,
         ),
         repeats=0,
     )  # fmt: skip

@@ -8,8 +8,8 @@ is measured:
 
   nats         the negative log-likelihood of each token. With --gap=N, tokens that recur are also scored by themselves:
                those that end a pair of tokens whose last occurrence is more than N tokens back, and after the prompt.
-  facts        the tasks of --config.recall, told and asked for after the prompt: the first data.prompt_length tokens of
-               each question are its prompt, and all others are fed one by one.
+  facts        the tasks of --config.recall: the first data.prompt_length tokens of each question are its prompt, and
+               all others are fed one by one. recall.farthest decides whether facts are told in the prompt or after it.
   recurrences  tokens that receive attention after more than --gap positions without any, and the share of them that
                the cache has evicted (kvjax.analysis.recurrences).
   errors       the relative error of the outputs of attention over what is left of a prompt

@@ -185,10 +185,10 @@ def start(config: ExperimentConfig, values: flags.FlagValues, argv: Sequence[str
       The exit status.
     """
     recall = config.recall
-    if recall.tasks and recall.farthest + config.data.prompt_length >= recall.length:
+    if recall.tasks and config.data.prompt_length >= recall.length:
         raise ConfigError(
-            f"recall.farthest={recall.farthest} tokens before the end of recall.length={recall.length} is inside the "
-            f"prompt of data.prompt_length={config.data.prompt_length} tokens; lower farthest, or raise length."
+            f"recall.length={recall.length} leaves no token after the prompt of data.prompt_length="
+            f"{config.data.prompt_length}; raise length, or lower prompt_length."
         )
     score.check(recall)
     named = {spec.name: spec for spec in specs_of(config)}

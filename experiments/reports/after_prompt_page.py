@@ -78,7 +78,7 @@ def _of_facts(own: Mapping[str, Any], page: Mapping[str, Any]) -> list[str]:
         {"cache": each} | {task: _share(f"{each} {task}", right) for task, right in found.items()}
         for each, found in own.items()
     ]
-    return [f"Facts that are told and asked for after the prompt, answered exactly ({counts}):", tables.table(shown)]
+    return [f"Facts that are asked for after the prompt, answered exactly ({counts}):", tables.table(shown)]
 
 
 def _of_recurrences(own: Mapping[str, Any], page: Mapping[str, Any]) -> list[str]:

@@ -95,7 +95,7 @@ def test_caches_are_scored_and_a_run_is_continued(tmp_path, capsys):
     [
         (["--measures=speed"], "unknown measure 'speed'; known measures: nats, facts, recurrences, errors"),
         (["--measures=recurrences"], "needs --gap"),
-        (["--config.recall.farthest=520"], "is inside the prompt of"),
+        (["--config.recall.length=350", "--config.data.prompt_length=350"], "leaves no token after the prompt of"),
         (["--config.recall.tasks=none", "--config.data.prompt=Once"], "has no continuation"),
     ],
 )
