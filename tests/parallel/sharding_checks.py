@@ -194,7 +194,7 @@ def copies(model: Model, case: Case, tokens: np.ndarray) -> Context:
     """Returns copies of some rows, to which tokens have been fed; a mesh does not divide their number."""
     lengths = np.asarray(LENGTHS[: case.rows])
     begun = prefill(model, tokens, case.spec(), max_new_tokens=NEW, lengths=lengths)
-    return extend(model, begun, tokens[:3, :4], lengths=[4, 1, 3], rows=[6, 0, 6], block=1)
+    return extend(model, begun, tokens[:3, :4], lengths=[4, 1, 3], rows=[6, 0, 6])
 
 
 def served(model: Model, case: Case, tokens: np.ndarray) -> list[list[int]]:
