@@ -7,8 +7,8 @@ Prompts of 984 tokens contain a fact 700 to 900 tokens before their end. Layers 
 that of the layers with a selection, measured while the answers are generated, and includes the new token. For a policy
 it is the share of the prompt that the policy keeps. Perplexity is that of a generated story, or of --text, after a
 prompt of 256 tokens, in chunks of 256 tokens. The prompts of a batch are run through the model once for all caches that
-read them whole. `quest_pages` reads pages of 16 tokens. `quest_in_prompt` also reads as many tokens of a prompt before
-each block of queries, in chosen pages, and `quest_a_shape` the oldest and the newest of them.
+read them whole. `quest_pages` reads pages of --page tokens. `quest_in_prompt` also reads as many tokens of a prompt
+before each block of queries, in chosen pages, and `quest_a_shape` the oldest and the newest of them.
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,8 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("text", None, "text file to score; default: a generated story", flag_values=values)
     flags.DEFINE_integer("text_prompt", 256, "tokens of a row that are its prompt", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("scored", 768, "tokens of a row after its prompt, at most", lower_bound=1, flag_values=values)
+    about = "tokens of a page of `quest_pages`, `quest_in_prompt` and `quest_a_shape`"
+    flags.DEFINE_integer("page", 16, about, lower_bound=1, upper_bound=64, flag_values=values)
     flags.DEFINE_integer("batch", 16, "number of prompts or rows per batch", lower_bound=1, flag_values=values)
     flags.DEFINE_string("skew", None, "a file of `experiments.skew`, for infinigen_skewed", flag_values=values)
     flags.DEFINE_list("shares", list(SHARES), "comma-separated shares of the prompt, in (0, 1]", flag_values=values)

@@ -28,14 +28,13 @@ from kvjax.errors import ConfigError
 from kvjax.generation.generate import Generation
 from kvjax.models.model import Model
 from kvjax.models.skew import skewed
-from kvjax.selection.quest import RECENT, SINKS
+from kvjax.selection.quest import QUERIES, RECENT, SINKS
 from kvjax.typing import JsonObject
 
 TASKS = ("passkey", "associative")
 DISTANCES = (700 / 984, 900 / 984)  # from the end of a prompt to its fact, in prompts
 FIRST = 2  # the first layer that selects
 PAGE = 4  # tokens of a page or chunk: three pages of 16 would be 5 % of these prompts
-LONG_PAGE = 16  # tokens of a page of `quest_pages` and of what reads a prompt by pages
 LEAST = SINKS + RECENT  # tokens that a block of queries of a prompt always reads
 CHUNK = 256  # tokens
 SKEWED = "infinigen_skewed"  # the method of a model with a skew
@@ -46,7 +45,7 @@ def _pages(slots: int) -> int:
     return max(3, round(slots / PAGE)) * PAGE
 
 
-def _shadowkv(slots: int, model: Model) -> CacheSpec:
+def _shadowkv(slots: int, model: Model, _: int) -> CacheSpec:
     rank = model.config.num_kv_heads * model.config.head_dim // 2
     chunks = max(1, round(slots / PAGE)) * PAGE
     return CacheSpec(
@@ -54,37 +53,40 @@ def _shadowkv(slots: int, model: Model) -> CacheSpec:
     )
 
 
-def _prompt_pages(slots: int, **prompt: Any) -> CacheSpec:
-    """Quest's pages of the size that prompts are read by, of `LEAST` tokens at the least."""
-    look = selection.quest(LONG_PAGE, max(slots, LEAST), first_layer=FIRST, **prompt)
+def _prompt_pages(slots: int, page: int, **prompt: Any) -> CacheSpec:
+    """Quest's pages of `page` tokens, of at least what is always read of a prompt."""
+    look = selection.quest(page, max(slots, LEAST), first_layer=FIRST, query_block=max(QUERIES, page), **prompt)
     return CacheSpec(policies.full(), selection=look)
 
 
-#: Name -> (slots of a prompt, model) -> the cache that reads, or keeps, that many.
-METHODS: Mapping[str, Callable[[int, Model], CacheSpec]] = {
-    "infinigen": lambda n, _: CacheSpec(policies.full(), selection=selection.infinigen(5.0, cap=n, first_layer=FIRST)),
-    SKEWED: lambda n, _: CacheSpec(policies.full(), selection=selection.infinigen(5.0, cap=n, first_layer=FIRST)),
+def _without_sinks(slots: int, page: int) -> int:
+    """The tokens of whole pages of `slots` that are left of the sinks."""
+    return (max(slots, LEAST) // page - -(-SINKS // page)) * page
+
+
+#: Name -> (slots of a prompt, model, tokens of a page of a prompt) -> the cache that reads, or keeps, that many.
+METHODS: Mapping[str, Callable[[int, Model, int], CacheSpec]] = {
+    "infinigen": lambda n, *_: CacheSpec(policies.full(), selection=selection.infinigen(5.0, cap=n, first_layer=FIRST)),
+    SKEWED: lambda n, *_: CacheSpec(policies.full(), selection=selection.infinigen(5.0, cap=n, first_layer=FIRST)),
     # A guess of more columns, and four newest slots that are always read, of as many.
-    "infinigen_half": lambda n, _: CacheSpec(
+    "infinigen_half": lambda n, *_: CacheSpec(
         policies.full(), selection=selection.infinigen(5.0, ratio=0.5, cap=n, first_layer=FIRST)
     ),
-    "infinigen_recent": lambda n, _: CacheSpec(
+    "infinigen_recent": lambda n, *_: CacheSpec(
         policies.full(), selection=selection.infinigen(5.0, cap=max(1, n - 4), recent=4, first_layer=FIRST)
     ),
-    "optimal": lambda n, _: CacheSpec(policies.full(), selection=selection.optimal(n, first_layer=FIRST)),
-    "quest": lambda n, _: CacheSpec(policies.full(), selection=selection.quest(PAGE, _pages(n), first_layer=FIRST)),
-    "quest_pages": lambda n, _: _prompt_pages(n),
-    "quest_in_prompt": lambda n, _: _prompt_pages(n, in_prompt=True),
-    "quest_a_shape": lambda n, _: _prompt_pages(
-        n, in_prompt=True, recent=max(n, LEAST) // LONG_PAGE * LONG_PAGE - SINKS
-    ),
-    "tokenselect": lambda n, _: CacheSpec(
+    "optimal": lambda n, *_: CacheSpec(policies.full(), selection=selection.optimal(n, first_layer=FIRST)),
+    "quest": lambda n, *_: CacheSpec(policies.full(), selection=selection.quest(PAGE, _pages(n), first_layer=FIRST)),
+    "quest_pages": lambda n, _, page: _prompt_pages(n, page),
+    "quest_in_prompt": lambda n, _, page: _prompt_pages(n, page, in_prompt=True),
+    "quest_a_shape": lambda n, _, page: _prompt_pages(n, page, in_prompt=True, recent=_without_sinks(n, page)),
+    "tokenselect": lambda n, *_: CacheSpec(
         policies.full(), selection=selection.tokenselect(n, 0, 1, first_layer=FIRST, reuse=None)
     ),
     "shadowkv": _shadowkv,
-    "h2o": lambda n, _: CacheSpec(policies.h2o(max(n, 2))),
-    "snapkv": lambda n, _: CacheSpec(policies.snapkv(max(n, 5), window=4)),
-    "window": lambda n, _: CacheSpec(policies.window(max(n, 2))),
+    "h2o": lambda n, *_: CacheSpec(policies.h2o(max(n, 2))),
+    "snapkv": lambda n, *_: CacheSpec(policies.snapkv(max(n, 5), window=4)),
+    "window": lambda n, *_: CacheSpec(policies.window(max(n, 2))),
 }
 
 
@@ -312,7 +314,9 @@ def start(values: flags.FlagValues, shares: Sequence[float], argv: Sequence[str]
         own = model if name != SKEWED else skewed_model
         assert own is not None
         # Small shares may be the same number of pages.
-        built = {METHODS[name](max(1, round(share * values.length)), own): share for share in sorted(shares)}
+        built = {
+            METHODS[name](max(1, round(share * values.length)), own, values.page): share for share in sorted(shares)
+        }
         contestants += [
             Contestant(name, max(1, round(share * values.length)), spec, own) for spec, share in built.items()
         ]
