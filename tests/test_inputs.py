@@ -16,9 +16,8 @@ from kvjax.contexts import extend
 from kvjax.errors import InputError, KvjaxError, PolicyError
 from kvjax.generation import prefill as loop
 from kvjax.inputs import check_batch, check_count, warn_beyond_context
-from kvjax.models.parameters import random_parameters
 from kvjax.serve import Request, Runner
-from tests.tiny import tiny
+from tests.tiny import random_weights, tiny
 
 CONFIG = tiny().model.config
 LEARNED = dataclasses.replace(
@@ -148,7 +147,7 @@ def test_the_end_of_a_learned_position_table(prompt, new, fits):
 
 def test_the_last_learned_position_works():
     """The exact boundary runs, and gives numbers: a table read past its end would give NaN."""
-    model = kvjax.Model(LEARNED, random_parameters(LEARNED, jax.random.key(0)))
+    model = kvjax.Model(LEARNED, random_weights(LEARNED))
     tokens = np.arange(16)[None]
     got = kvjax.log_likelihood(model, tokens, policies.h2o(budget=4), prompt_length=15)
     assert np.isfinite(got.logprobs).all() and int(got.state.length[0]) == 16

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import kvjax
 from kvjax.cache import Block, KVState, LayerKV, layers_of
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
+from kvjax.models.parameters import parameter_shapes
 from kvjax.numerics.rope import Rope
 from tests.parameters import with_parameters
 from tests.reference import ReferenceConfig, random_model
@@ -46,6 +48,24 @@ def tiny(heads: str = "gqa", seed: int = 0, head_dim: int = 8, layers: int = 2) 
     )
     model = with_parameters(kvjax.Model(config, jax.tree.map(jnp.asarray, params)))
     return Tiny(model, params, reference)
+
+
+def random_weights(config: DecoderConfig, seed: int = 0) -> Any:
+    """The parameters of any decoder, as large as they are initialised, float32; biases are 0, scales of norms 1.
+
+    They are NumPy's: jax compiles a program for the random numbers of each shape, which takes seconds for a decoder.
+    """
+    rng = np.random.default_rng(seed)
+
+    def drawn(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        if leaf.ndim == 1:
+            return jnp.full(leaf.shape, float(name == "scale"), leaf.dtype)
+        # Kernels are [in, out], of experts [experts, in, out]; tables of embeddings [V, E].
+        fan = leaf.shape[-2 if name == "kernel" else -1]
+        return jnp.asarray(rng.normal(size=leaf.shape) / math.sqrt(fan), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(drawn, parameter_shapes(config))
 
 
 def untied(model: kvjax.Model) -> kvjax.Model:

@@ -12,10 +12,10 @@ from kvjax import analysis
 from kvjax.analysis import full_cache, rows, scan
 from kvjax.errors import InputError
 from kvjax.kernels.prefill.xla import tile_rows
-from kvjax.models.parameters import parameter_shapes, random_parameters
+from kvjax.models.parameters import parameter_shapes
 from kvjax.numerics.rope import Rope
 from tests.analysis.dense import full
-from tests.tiny import random_tokens, tiny
+from tests.tiny import random_tokens, random_weights, tiny
 
 LENGTHS = np.array([45, 22])
 TOKENS = random_tokens(2, 45, seed=5)
@@ -114,7 +114,7 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_rows_are_those_of_the_cache_s_statistics(name):
     config = dataclasses.replace(tiny().model.config, **ARCHITECTURES[name])
-    model = kvjax.Model(config, random_parameters(config, jax.random.key(1)))
+    model = kvjax.Model(config, random_weights(config, 1))
     own = scan.over_tiles(model, TOKENS, LENGTHS, full_cache._add_mass, lambda *shape: jnp.zeros(shape)).carried
     scored = kvjax.log_likelihood(model, TOKENS, analysis.compare.COUNTING, prompt_length=30, lengths=LENGTHS)
     for layer, state in enumerate(scored.state.layers):

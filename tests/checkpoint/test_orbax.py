@@ -20,15 +20,14 @@ from kvjax.generation.generate import generate
 from kvjax.generation.prefill import prefill
 from kvjax.models import families
 from kvjax.models.model import Model
-from kvjax.models.parameters import random_parameters
 from tests.checkpoint.folders import raw_config
-from tests.tiny import random_tokens, tiny
+from tests.tiny import random_tokens, random_weights, tiny
 
 
 @pytest.fixture(scope="module")
 def model():
     config = families.read(raw_config("llama"))
-    return Model(config, random_parameters(config, jax.random.key(0)))
+    return Model(config, random_weights(config))
 
 
 def same(one, other):

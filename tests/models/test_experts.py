@@ -19,13 +19,13 @@ from kvjax.errors import ConfigError
 from kvjax.models import experts
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
-from kvjax.models.parameters import parameter_count, random_parameters
+from kvjax.models.parameters import parameter_count
 from kvjax.models.quantize import parameter_bytes
 from kvjax.numerics.rope import Rope
 from kvjax.planning.roofline import Roofline, average_slots, decode_shapes, roofline
 from kvjax.products.quantized import dequantize, is_quantized
 from tests.checkpoint.folders import assert_same
-from tests.tiny import random_tokens
+from tests.tiny import random_tokens, random_weights
 
 HIDDEN, MLP, EXPERTS, K = 8, 6, 5, 2
 CONFIG = DecoderConfig(
@@ -41,7 +41,7 @@ def coded() -> kvjax.Model:
 
 @functools.cache
 def model() -> kvjax.Model:
-    return kvjax.Model(CONFIG, jax.jit(functools.partial(random_parameters, CONFIG))(jax.random.key(0)))
+    return kvjax.Model(CONFIG, random_weights(CONFIG))
 
 
 def given(tokens: int, choose: str):

@@ -13,12 +13,11 @@ from kvjax.checkpoint.huggingface import save
 from kvjax.errors import ConfigError
 from kvjax.models import shapes, skew
 from kvjax.models.offload import host_layers, offload
-from kvjax.models.parameters import random_parameters
 from kvjax.parallel import host_memory
 from kvjax.planning import plan
 from tests.parameters import without_parameters
 from tests.planning.test_make_plan import needs_libtpu
-from tests.tiny import random_tokens, tiny
+from tests.tiny import random_tokens, random_weights, tiny
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_weights_in_host_memory_can_be_skewed(rope):
     config = (
         tiny().model.config if rope else dataclasses.replace(tiny().model.config, rope=None, learned_positions=True)
     )
-    model = tiny().model if rope else kvjax.Model(config, random_parameters(config, jax.random.key(0)))
+    model = tiny().model if rope else kvjax.Model(config, random_weights(config))
     tokens, look = random_tokens(2, 20), selection.infinigen(2.0, first_layer=1)
     matrices = skew.find_skew(model, tokens)
     arguments = {"max_new_tokens": 5, "selection": look, "storage": storage.dense(memory="host")}

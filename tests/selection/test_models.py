@@ -18,13 +18,12 @@ from kvjax.generation import generate as loop
 from kvjax.models import skew
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SKEW
-from kvjax.models.parameters import random_parameters
 from kvjax.numerics.rope import Rope
 from tests import reference
 from tests.reference import decoder as reference_decoder
 from tests.reference.eviction import full as reference_full
 from tests.reference.step import rotate
-from tests.tiny import HEADS, random_tokens, tiny
+from tests.tiny import HEADS, random_tokens, random_weights, tiny
 
 PROMPTS, ENDS = np.array([20, 9, 15]), np.array([31, 26, 24])
 TOKENS = random_tokens(3, 31, seed=4)
@@ -243,7 +242,7 @@ EVERY_COLUMN = ("llama", "qwen3")  # with rotation, and with norms and groups be
 def random_model(name: str) -> kvjax.Model:
     """No bias is 0 and no scale 1; attention is far from uniform."""
     config = CONFIGS[name]
-    params = random_parameters(config, jax.random.key(0))
+    params = random_weights(config)
     leaves, tree = jax.tree.flatten_with_path(params)
     rng = np.random.default_rng(1)
     made = []

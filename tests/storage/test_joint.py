@@ -12,7 +12,6 @@ import kvjax
 from kvjax import policies, storage
 from kvjax.errors import StorageError
 from kvjax.models.config import DecoderConfig
-from kvjax.models.parameters import random_parameters
 from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Integer, Joint, Samples
 from kvjax.storage.joint import JointDirections
@@ -20,7 +19,7 @@ from kvjax.storage.kivi import Channels
 from tests.laws import read, replay
 from tests.storage.test_blocks import lowered
 from tests.storage.test_sides import DIM, LENGTHS, STEPS, examples, random  # noqa: F401
-from tests.tiny import random_tokens, tiny
+from tests.tiny import random_tokens, random_weights, tiny
 
 ROPE = Rope(dim=DIM)
 
@@ -147,7 +146,7 @@ def learned(heads: int = 4) -> kvjax.Model:
         family="opt", vocab_size=64, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=heads, head_dim=4,
         mlp_size=64, max_positions=64, norm="layer", learned_positions=True, qkv_bias=True, out_bias=True,
     )  # fmt: skip
-    params = random_parameters(config, jax.random.key(0))
+    params = random_weights(config)
     rng = np.random.default_rng(1)
     for index in range(2):
         attention = params[f"layer_{index}"]["attention"]
