@@ -28,6 +28,7 @@ from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState
 from kvjax.checkpoint import orbax
+from kvjax.contexts import spec_text
 from kvjax.errors import CheckpointError, InputError, shown
 from kvjax.generation.context import Context, Made, Span
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
@@ -110,7 +111,7 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
         raise CheckpointError(f"{path} exists already; save to a new folder.")
     state, logits, params = distributed.to_host((context.state, context.logits, made.model.params))
     about = _about(made.model, made.spec) | {
-        "format": FORMAT, "rows": context.num_rows, "sizes": dataclasses.asdict(made.sizes),
+        "format": FORMAT, "spec": repr(made.spec), "rows": context.num_rows, "sizes": dataclasses.asdict(made.sizes),
         "state": arrays_digest(state, logits, tokens, resolved),
         "slots": [[list(group.slots) for group in layer] for layer in context.layout.decode],
         "runs": [[run.start, run.stop] for run in stacked_runs(context.state.layers)],
@@ -135,7 +136,7 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
 def load(
     folder: str | Path,
     model: Model,
-    policy: Policy | CacheSpec,
+    policy: Policy | CacheSpec | None = None,
     *,
     options: CacheOptions | None = None,
     **cache: Unpack[CacheKeywords],
@@ -145,7 +146,8 @@ def load(
     Args:
       folder: the folder.
       model: that of the context.
-      policy: that of the context, or its `CacheSpec`.
+      policy: that of the context, or its `CacheSpec`; None = as the folder says, unless it is made of functions of the
+        user's own.
       options: see `kvjax.CacheOptions`; limits and blocks are those of the context.
       cache: fields of the options.
 
@@ -156,12 +158,12 @@ def load(
       StorageError: see `kvjax.generate`.
     """
     options = (options or CacheOptions()).updated(cache, "load")
-    model, spec = options.resolve(model, policy)
     distributed.check_alone(model.params, "contexts.load")
     path = Path(folder).expanduser().resolve()
     about = read_json(path / ABOUT, "context")
     if about.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a context of this version of kvjax: format {about.get('format')!r}.")
+    model, spec = options.resolve(model, _saved_spec(path, about) if policy is None else policy)
     own = _about(model, spec) | {"model": model_digest(distributed.to_host(model.params))}
     different = [f"{name}: {shown(about.get(name))}, and here {shown(value)}"
                  for name, value in own.items() if about.get(name) != value]  # fmt: skip
@@ -186,6 +188,17 @@ def load(
     state = arranged_state(state, runs)
     made = Made(model, spec, options, sizes)
     return Context(model.place(logits), state, layout, tokens, rows, boundaries, made, resolved)
+
+
+def _saved_spec(path: Path, about: JsonObject) -> CacheSpec:
+    """Returns the spec of a saved context."""
+    try:
+        return spec_text.read(str(about.get("spec")))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"the policy of {path} cannot be read, since its text {error}; give the policy that the context was made "
+            "with."
+        ) from None
 
 
 def _about(model: Model, spec: CacheSpec) -> JsonObject:

@@ -1,6 +1,7 @@
 """Contexts in folders: to the bit, written behind, and refused where they belong to something else."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 
 import kvjax
 from kvjax import contexts, policies, storage
-from kvjax.contexts import folders
+from kvjax.contexts import folders, spec_text
 from kvjax.errors import CheckpointError
 from tests.contexts.test_contexts import LENGTHS, TOKENS, assert_equal
+from tests.examples import POLICIES, SELECTIONS, STORAGES, chosen, combined, held, planned, policy
 from tests.tiny import tiny
 
 SPECS = {
@@ -32,7 +34,7 @@ def test_a_loaded_context_is_the_context(name, tmp_path):
     answer = contexts.decode(model, context, max_new_tokens=4, donate=True)
     saving.result()
     assert saving.done and [path.name for path in tmp_path.iterdir()] == ["c"]
-    loaded = contexts.load(tmp_path / "c", model, SPECS[name])
+    loaded = contexts.load(tmp_path / "c", model)
     assert_equal(loaded, contexts.load(tmp_path / "c", model, SPECS[name]))
     assert loaded.layout.groups == context.layout.groups and loaded.boundaries == context.boundaries
     again = contexts.decode(model, loaded, max_new_tokens=4)
@@ -40,6 +42,18 @@ def test_a_loaded_context_is_the_context(name, tmp_path):
     assert_equal(again.context, answer.context)
     for one, two in zip(*(jax.tree.leaves(each.state.layers) for each in (again, answer)), strict=True):
         assert one.sharding.memory_kind == two.sharding.memory_kind
+
+
+def test_every_spec_is_read_from_its_text():
+    """Policies, storages and selections, and their combinations; and nothing else is read."""
+    specs = [kvjax.CacheSpec(each) for each in (*map(policy, POLICIES), *combined().values(), *planned().values())]
+    specs += [kvjax.CacheSpec(policies.full(), held(name)) for name in STORAGES]
+    specs += [kvjax.CacheSpec(policies.full(), selection=chosen(name)) for name in SELECTIONS]
+    for spec in specs:
+        assert spec_text.read(repr(spec)) == spec
+    for text in ("__import__('os')", "CacheSpec(open('x'))", "Slots(count=8)", repr(specs[0]) + " ", "CacheSpec(**{})"):
+        with pytest.raises((ValueError, TypeError)):
+            spec_text.read(text)
 
 
 def test_contexts_of_others_are_refused(tmp_path, monkeypatch):
@@ -51,6 +65,14 @@ def test_contexts_of_others_are_refused(tmp_path, monkeypatch):
         contexts.save(folder, context)
     with pytest.raises(CheckpointError, match=r"saved with another policy: .*; storage: .*, and here"):
         contexts.load(folder, model, policies.h2o(9), storage=storage.int8())
+    own = policies.evict(
+        importance=policies.Importance(needs={"mass"}, score=lambda stats, view: stats["mass"]), budget=8
+    )
+    contexts.save(tmp_path / "own", contexts.prefill(model, TOKENS, own))
+    assert contexts.load(tmp_path / "own", model, own).num_rows == 3
+    with pytest.raises(CheckpointError, match=r"policy of .* cannot be read.* give the policy"):
+        contexts.load(tmp_path / "own", model)
+    shutil.rmtree(tmp_path / "own")
     with pytest.raises(CheckpointError, match="saved with another model"):
         contexts.load(folder, other, policies.h2o(8))
     with pytest.raises(CheckpointError, match="there is no context in"):
