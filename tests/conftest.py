@@ -163,6 +163,10 @@ OTHER_THAN_JAX = {
 }  # fmt: skip
 
 
+#: The line of a file with which all of its tests are marked.
+WHOLLY_THOROUGH = "\npytestmark = pytest.mark.thorough"
+
+
 def pytest_addoption(parser):
     parser.addoption("--cases", type=int, help="the largest number of cases of a parametrised test")
     parser.addoption("--tests", type=int, help="the largest number of tests of a file, except those of kernels; "
@@ -172,6 +176,16 @@ def pytest_addoption(parser):
 def spread(items: list, most: int) -> list:
     step = max(len(items) / most, 1)
     return [items[int(i * step)] for i in range(min(most, len(items)))]
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files all of whose tests a run leaves out are not imported: some take seconds to list their cases."""
+    if collection_path.suffix != ".py" or config.getoption("--tests") is None:
+        return None
+    name = collection_path.relative_to(ROOT / "tests").as_posix()
+    other = any(name in names for names in OTHER_THAN_JAX.values())
+    left_out = config.getoption("markexpr") == "not thorough" and WHOLLY_THOROUGH in collection_path.read_text()
+    return other or left_out or None
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
