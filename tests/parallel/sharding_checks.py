@@ -28,14 +28,14 @@ from kvjax.generation.prefill import prefill
 from kvjax.generation.sampling import Greedy
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
-from kvjax.models.parameters import random_parameters
+from kvjax.models.parameters import parameter_shapes
 from kvjax.numerics.rope import Rope
 from kvjax.parallel import sharding
 from kvjax.planning.roofline import decode_shapes
 from kvjax.selection import Selection, everything, infinigen, optimal, quest
 from kvjax.serve import Request, Runner
 from kvjax.storage import Storage, dense, int8, read, think
-from tests import conftest  # noqa: F401, it sets how programs are compiled
+from tests import conftest
 
 ROWS, WIDTH, NEW = 8, 24, 12
 LENGTHS = [24, 9, 24, 17, 5, 20, 24, 12]
@@ -169,14 +169,18 @@ CASES = {
 
 
 @functools.cache
-@functools.partial(jax.jit, static_argnums=0)  # one program and not a hundred
 def parameters(config: DecoderConfig) -> Any:
     """Random weights, with biases and norms that are not trivial, and logits far enough apart for one greedy choice."""
-    params = random_parameters(config, jax.random.key(0))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [x + 0.1 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(tree, noisy)
+    rng = np.random.default_rng(1)  # a program of jax's random numbers takes seconds to compile
+
+    def drawn(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        # Of kernels [in, out] and embeddings [V, E] as they are initialised, and noise; norms are about one.
+        fan = {"kernel": leaf.shape[-2:][0], "tokens": leaf.shape[-1]}.get(name)
+        size = 0.1 if fan is None else math.sqrt(1 / fan + 0.01)
+        return jnp.asarray(size * rng.normal(size=leaf.shape) + (name == "scale"), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(drawn, parameter_shapes(config))
 
 
 def run(model: Model, case: Case, tokens: np.ndarray, text: np.ndarray) -> list[Any]:
@@ -330,7 +334,7 @@ def check(case: Case) -> dict[str, Any]:
     jax.config.update("jax_enable_compilation_cache", False)
     state, compiled = decode_program(case, config, mesh, scale)
     larger_state, larger = decode_program(case, config, mesh, 4 * scale)
-    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_enable_compilation_cache", conftest.KEPT)
     position, more_shape = state.layers[0].position, larger_state.layers[0].position.shape
     assert more_shape[2] > 2 * position.shape[2]
     assert isinstance(position.sharding, NamedSharding)
