@@ -19,9 +19,10 @@ from experiments.tasks import score
 from experiments.training import corpus, evaluate
 from kvjax import policies
 from kvjax.checkpoint.locate import bundled
-from kvjax.errors import CheckpointError
+from kvjax.errors import CheckpointError, StorageError
 from kvjax.models.decoder import Decoder
 from kvjax.models.parameters import parameter_count
+from kvjax.storage.calibration import calibration_file
 from tests.conftest import ROOT, optimised
 
 pytestmark = pytest.mark.thorough  # what a model has learned does not depend on jax's version
@@ -110,6 +111,23 @@ def test_scoring_in_one_pass_is_generating_greedily(tiny, asked, recalled):
     assert len(set(generated.values())) > 1
 
 
+def test_its_gate_keeps_facts_that_h2o_evicts(tiny, asked):
+    """In blocks of a sixth of the prompt, so that both evict long before the question is there."""
+    file = calibration_file("kvjax-tiny-gate")
+    assert file.stat().st_size < 1e6
+    card = (file.parent / "README.md").read_text()
+    for part in ("## Scores", "## Data", "## Recipe", "## Limits", "python -m experiments.train_gate"):
+        assert part in card
+    policy = policies.learned(0.2, gate=policies.MlpGate(128), recent=25, sinks=4)
+    passkeys = {"passkey": asked["passkey"][:8]}
+    ready = kvjax.calibrated(tiny, policy, kvjax.load_calibration("kvjax-tiny-gate"))
+    found = score.exact_matches(ready, passkeys, policy, prefill_block=164)["passkey"]
+    h2o = score.exact_matches(tiny, passkeys, policies.h2o(0.2), prefill_block=164)["passkey"]
+    assert found >= h2o + 0.3
+    with pytest.raises(StorageError, match="Gates that kvjax contains: kvjax-tiny-gate"):
+        kvjax.load_calibration("kvjax-tiny-gat")
+
+
 def test_it_reads_a_book_it_never_saw(tiny, shared_data):
     (path,) = (shared_data / "data/lm").rglob("great_expectations*.txt")
     tokenizer = tokenizers.Tokenizer.from_file(str(bundled("kvjax-tiny") / "tokenizer.json"))
@@ -149,7 +167,7 @@ def test_it_loads_offline_from_a_wheel(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     program = (
-        "import kvjax, pathlib; model = kvjax.load('kvjax-tiny'); "
+        "import kvjax, pathlib; model = kvjax.load('kvjax-tiny'); kvjax.load_calibration('kvjax-tiny-gate'); "
         "print(pathlib.Path(kvjax.__file__).parent.parent, model.config.vocab_size, model.tokenizer.decode([300]))"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}

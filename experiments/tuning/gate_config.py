@@ -96,8 +96,7 @@ class TrainGateConfig:
     start: a file gate.safetensors with the initial parameters, of the same model and gate; "" = random ones.
     mixture: the training windows with recall material.
     recall: recall tasks that are measured at each evaluation, on held-out words and wordings.
-    windows: the windows of the texts; the objectives answer and prompt_eviction take the new_tokens of a training
-      window as the answer.
+    windows: the windows of the texts; answer and prompt_eviction take the new_tokens of a training window as answer.
     evaluation: how the loss under a budget is measured.
     optimizer: AdamW with a schedule.
     rows: the number of windows of a step.

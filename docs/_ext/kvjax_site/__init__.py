@@ -27,6 +27,7 @@ MEASURED = {
     "experiments/measured/papers-smollm2/README.md": "papers-smollm2",
     "experiments/measured/leaderboard/leaderboard.md": "leaderboard",
     "kvjax/pretrained/kvjax-tiny/README.md": "kvjax-tiny",
+    "kvjax/pretrained/kvjax-tiny-gate/README.md": "kvjax-tiny-gate",
 }
 #: What decides which tokens a policy keeps, and which a selection reads.
 DRAWN_BY = ("kvjax/policies", "kvjax/selection", "kvjax/cache", "kvjax/numerics", "kvjax/pretrained")
