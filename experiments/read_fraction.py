@@ -50,6 +50,8 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("scored", 768, "tokens of a row after its prompt, at most", lower_bound=1, flag_values=values)
     about = "tokens of a page of `quest_pages`, `quest_in_prompt` and `quest_a_shape`"
     flags.DEFINE_integer("page", 16, about, lower_bound=1, upper_bound=64, flag_values=values)
+    about = "queries of a block that reads pages of a prompt, for `quest_in_prompt` and `quest_a_shape`"
+    flags.DEFINE_integer("query_block", 64, about, lower_bound=1, flag_values=values)
     flags.DEFINE_integer("batch", 16, "number of prompts or rows per batch", lower_bound=1, flag_values=values)
     flags.DEFINE_string("skew", None, "a file of `experiments.skew`, for infinigen_skewed", flag_values=values)
     flags.DEFINE_list("shares", list(SHARES), "comma-separated shares of the prompt, in (0, 1]", flag_values=values)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
@@ -28,7 +28,7 @@ from kvjax.errors import ConfigError
 from kvjax.generation.generate import Generation
 from kvjax.models.model import Model
 from kvjax.models.skew import skewed
-from kvjax.selection.quest import QUERIES, RECENT, SINKS
+from kvjax.selection.quest import RECENT, SINKS
 from kvjax.typing import JsonObject
 
 TASKS = ("passkey", "associative")
@@ -40,12 +40,19 @@ CHUNK = 256  # tokens
 SKEWED = "infinigen_skewed"  # the method of a model with a skew
 
 
+class Sizes(NamedTuple):
+    """Tokens of a page, and queries of a block, where prompts are read by pages."""
+
+    page: int
+    queries: int
+
+
 def _pages(slots: int) -> int:
     """The nearest number of tokens in whole pages, of which Quest reads three at the least."""
     return max(3, round(slots / PAGE)) * PAGE
 
 
-def _shadowkv(slots: int, model: Model, _: int) -> CacheSpec:
+def _shadowkv(slots: int, model: Model, _: Sizes) -> CacheSpec:
     rank = model.config.num_kv_heads * model.config.head_dim // 2
     chunks = max(1, round(slots / PAGE)) * PAGE
     return CacheSpec(
@@ -53,9 +60,11 @@ def _shadowkv(slots: int, model: Model, _: int) -> CacheSpec:
     )
 
 
-def _prompt_pages(slots: int, page: int, **prompt: Any) -> CacheSpec:
-    """Quest's pages of `page` tokens, of at least what is always read of a prompt."""
-    look = selection.quest(page, max(slots, LEAST), first_layer=FIRST, query_block=max(QUERIES, page), **prompt)
+def _prompt_pages(slots: int, sizes: Sizes, **prompt: Any) -> CacheSpec:
+    """Quest's pages, of at least what is always read of a prompt."""
+    look = selection.quest(
+        sizes.page, max(slots, LEAST), first_layer=FIRST, query_block=max(sizes.queries, sizes.page), **prompt
+    )  # fmt: skip
     return CacheSpec(policies.full(), selection=look)
 
 
@@ -64,8 +73,8 @@ def _without_sinks(slots: int, page: int) -> int:
     return (max(slots, LEAST) // page - -(-SINKS // page)) * page
 
 
-#: Name -> (slots of a prompt, model, tokens of a page of a prompt) -> the cache that reads, or keeps, that many.
-METHODS: Mapping[str, Callable[[int, Model, int], CacheSpec]] = {
+#: Name -> (slots of a prompt, model, sizes) -> the cache that reads, or keeps, that many.
+METHODS: Mapping[str, Callable[[int, Model, Sizes], CacheSpec]] = {
     "infinigen": lambda n, *_: CacheSpec(policies.full(), selection=selection.infinigen(5.0, cap=n, first_layer=FIRST)),
     SKEWED: lambda n, *_: CacheSpec(policies.full(), selection=selection.infinigen(5.0, cap=n, first_layer=FIRST)),
     # A guess of more columns, and four newest slots that are always read, of as many.
@@ -77,9 +86,9 @@ METHODS: Mapping[str, Callable[[int, Model, int], CacheSpec]] = {
     ),
     "optimal": lambda n, *_: CacheSpec(policies.full(), selection=selection.optimal(n, first_layer=FIRST)),
     "quest": lambda n, *_: CacheSpec(policies.full(), selection=selection.quest(PAGE, _pages(n), first_layer=FIRST)),
-    "quest_pages": lambda n, _, page: _prompt_pages(n, page),
-    "quest_in_prompt": lambda n, _, page: _prompt_pages(n, page, in_prompt=True),
-    "quest_a_shape": lambda n, _, page: _prompt_pages(n, page, in_prompt=True, recent=_without_sinks(n, page)),
+    "quest_pages": lambda n, _, sizes: _prompt_pages(n, sizes),
+    "quest_in_prompt": lambda n, _, sizes: _prompt_pages(n, sizes, in_prompt=True),
+    "quest_a_shape": lambda n, _, sizes: _prompt_pages(n, sizes, in_prompt=True, recent=_without_sinks(n, sizes.page)),
     "tokenselect": lambda n, *_: CacheSpec(
         policies.full(), selection=selection.tokenselect(n, 0, 1, first_layer=FIRST, reuse=None)
     ),
@@ -309,14 +318,13 @@ def start(values: flags.FlagValues, shares: Sequence[float], argv: Sequence[str]
     )  # fmt: skip
     text, _, _ = data.load(settings, model, seed=0)
 
+    sizes = Sizes(values.page, values.query_block)
     contestants = [Contestant("full", values.length, CacheSpec(policies.full()), model)]
     for name in values.methods:
         own = model if name != SKEWED else skewed_model
         assert own is not None
         # Small shares may be the same number of pages.
-        built = {
-            METHODS[name](max(1, round(share * values.length)), own, values.page): share for share in sorted(shares)
-        }
+        built = {METHODS[name](max(1, round(share * values.length)), own, sizes): share for share in sorted(shares)}
         contestants += [
             Contestant(name, max(1, round(share * values.length)), spec, own) for spec, share in built.items()
         ]
