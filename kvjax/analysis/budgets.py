@@ -194,7 +194,7 @@ def replay_scores(
 
     Raises:
       InputError: tokens or lengths that do not fit the model.
-      PolicyError: an argument of the replay that is not valid, or a model on a mesh.
+      PolicyError: an argument of the replay that is not valid, or a mesh that divides slots.
     """
     batch = check_batch(model.config, tokens, lengths, new_tokens=1)
     # With room for every token, nothing is evicted.

@@ -214,10 +214,14 @@ def _streams(length):
     return [np.zeros((2, heads, length, 8), np.float32) for heads in (4, 2, 2)]
 
 
-def test_a_mesh_is_refused():
-    mesh = jax.sharding.AbstractMesh((2,), ("data",))
-    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(PolicyError, match="is not supported on a mesh"):
-        prompts()
+@pytest.mark.parametrize(
+    ("policy", "axis", "match"),
+    [(POLICY, "context", "a mesh that divides slots over context"), (GRADIENT, "data", "is not supported on a mesh;")],
+)
+def test_meshes_are_refused(policy, axis, match):
+    mesh = jax.sharding.AbstractMesh((2,), (axis,))
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(PolicyError, match=match):
+        prompts(policy)
 
 
 def _largest(jaxpr):

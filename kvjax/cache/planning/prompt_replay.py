@@ -9,6 +9,7 @@ from kvjax.cache.planning.head_groups import Branch
 from kvjax.cache.planning.limits import Sizes
 from kvjax.errors import PolicyError
 from kvjax.models.config import DecoderConfig
+from kvjax.parallel import sharding
 from kvjax.policies.prompt_replay import Replay
 from kvjax.products import on_mesh
 from kvjax.storage.base import Storage
@@ -26,7 +27,7 @@ def replay_of(branches: Sequence[Branch], config: DecoderConfig, sizes: Sizes, l
 
     Raises:
       PolicyError: policies of layers that cannot be combined, a model without the positions or tokens of the replay, or
-        a mesh.
+        a mesh that divides slots, or any mesh where the replay takes a gradient.
     """
     names = {branch.prompt.replay: branch.prompt.name for branch in branches if branch.prompt.replay is not None}
     if not names:
@@ -43,8 +44,13 @@ def replay_of(branches: Sequence[Branch], config: DecoderConfig, sizes: Sizes, l
                 f"{about}, which all layers hold until then, but {branch.prompt.name} evicts after each block of it; "
                 "leave out prefill_block, or use compressors such as snapkv for the other layers."
             )
-    if on_mesh():
-        raise PolicyError(f"{about}, which is not supported on a mesh; load the model without one.")
+    axes, _ = sharding.left_over("slots", config.num_kv_heads)
+    if axes or (replay.by == "gradient" and on_mesh()):
+        where = "a mesh" if replay.by == "gradient" else f"a mesh that divides slots over {'+'.join(axes)}"
+        raise PolicyError(
+            f"{about}, which is not supported on {where}; load the model without a mesh, or under kvzip with axes data "
+            "and model that divide its rows and KV heads."
+        )
     if replay.highest() >= config.vocab_size:
         raise PolicyError(
             f"{about} after an instruction with the token {replay.highest()}, but this model has {config.vocab_size} "
