@@ -21,8 +21,8 @@ class ModelConfig:
     shape: the shape of a known decoder, such as opt-30b: for random weights, and for plans of a model that is not here.
     dtype: the dtype of the weights and the cache; none = float32 on a CPU, bfloat16 elsewhere.
     skew: a file that `experiments.skew` wrote, for selections that guess the query; none = no skew.
-    calibration: a file that `experiments.calibrate` wrote, for storages that need one; none = the calibration is made
-      from a generated story.
+    calibration: a file that `experiments.calibrate` or `experiments.train_gate` wrote, or kvjax-tiny-gate, for storages
+      and policies that need one; none = the calibration is made from a generated story.
     host_weights: the share of the layers whose weights are in host memory, from 0 to 1.
     weights: the codes to quantize the projections to, such as int8, int4 or int4(group=128, head=true); stored = keep
       the codes of the checkpoint; none = exact weights.
