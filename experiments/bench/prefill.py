@@ -29,7 +29,8 @@ from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.devices import GIGA, TERA
 from kvjax.errors import ConfigError
-from kvjax.generation.prefill import Prefilled, prefill
+from kvjax.generation.context import Context
+from kvjax.generation.prefill import prefill
 from kvjax.models.model import Model
 from kvjax.planning.prompt_attention import prompt_attention_flops
 from kvjax.policies import full
@@ -120,7 +121,7 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
     ]
 
 
-def _counted(run: Callable[[], Prefilled], seconds: list[float]) -> object:
+def _counted(run: Callable[[], Context], seconds: list[float]) -> object:
     """Runs a prompt, and adds the seconds of all cores of this process: less of other load is in them than in time."""
     start = time.process_time()
     state = jax.block_until_ready(run().state)

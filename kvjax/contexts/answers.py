@@ -8,14 +8,14 @@ from numpy.typing import ArrayLike
 
 from kvjax.arguments import plain_signature
 from kvjax.contexts.room import with_room
-from kvjax.contexts.turns import extend, own_model
+from kvjax.contexts.turns import check_positions, extend, own_model
 from kvjax.generation import generate
 from kvjax.generation.context import Context
 from kvjax.generation.generate import Generation
 from kvjax.generation.sampling import Greedy, Sampler
 from kvjax.inputs import check_count
 from kvjax.models.model import Model
-from kvjax.storage.calibration import Calibration
+from kvjax.parallel import distributed
 
 Array = jax.Array
 
@@ -34,7 +34,6 @@ def decode(
     progress: bool = False,
     requests: ArrayLike | None = None,
     record: bool = False,
-    calibration: Calibration | None = None,
     donate: bool = False,
 ) -> Generation:
     """Generates tokens after a context, and returns the context after them.
@@ -54,25 +53,29 @@ def decode(
       progress: see `kvjax.generate`.
       requests: see `kvjax.generate`. Forks with equal tokens need different ids to be sampled differently.
       record: see `kvjax.generate`.
-      calibration: see `kvjax.generate`; that of the context.
       donate: whether the cache of `context` may be overwritten, so that it is not copied and cannot be used afterwards.
 
     Returns:
       The new tokens. ``context`` is the context after them, and ``state`` its cache.
 
     Raises:
-      InputError: see `kvjax.generation.generate.decode`; arrays that cannot grow have too few slots.
+      InputError: see `kvjax.generation.generate.decode`; arrays that cannot grow have too few slots; or the model has
+        no positions for so many tokens.
       StorageError: see `kvjax.generation.generate.decode`.
       NonFiniteError: see `kvjax.generate`.
     """
     check_count("max_new_tokens", max_new_tokens)
     model = own_model(model, context)
+    length, total = (
+        each[: context.num_rows] for each in distributed.to_host((context.state.length, context.state.total))
+    )
+    check_positions(model.config, length + max_new_tokens, total)
     larger = with_room(context, np.full(context.logits.shape[0], max_new_tokens, np.int32))
     if not donate and larger.state is context.state:
         larger = larger._replace(state=jax.tree.map(lambda leaf: leaf.copy(), context.state))
     made = generate.decode(
         model, larger, max_new_tokens=max_new_tokens, sampler=sampler, key=key, stop=stop, stream=stream,
-        until=until, progress=progress, requests=requests, record=record, calibration=calibration,
+        until=until, progress=progress, requests=requests, record=record,
     )  # fmt: skip
     after = fed(model, larger, made)
     return made._replace(state=after.state, context=after)

@@ -16,6 +16,7 @@ from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.resize import refuses
 from kvjax.cache.state import KVState
 from kvjax.contexts.feed import copy_rows, resize
+from kvjax.contexts.turns import same_calibration, same_weights
 from kvjax.errors import InputError
 from kvjax.generation.context import Context, padded_rows
 from kvjax.parallel import host_memory
@@ -112,8 +113,11 @@ def _check_alike(first: Context, second: Context) -> None:
     """Checks that two contexts are of one model and one cache."""
     different = list[str]()
     if first.made is not None and second.made is not None:
-        if first.made.model.params is not second.made.model.params:
+        models = first.made.model, second.made.model
+        if not same_weights(*models):
             different.append("the model")
+        elif not same_calibration(*models):
+            different.append("the calibration")
         for name in ("policy", "storage", "selection"):
             one, two = (getattr(made.spec, name) for made in (first.made, second.made))
             if one != two:

@@ -19,6 +19,7 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.layer_stack import LayerRun, arranged_state, stacked_runs
@@ -41,13 +42,13 @@ from kvjax.typing import JsonObject, PyTree
 
 Array = jax.Array
 ABOUT, ARRAYS, STATE = "context.json", "arrays.npz", "state"  # the files of a saved context
-FORMAT = 1
+FORMAT = 2
 _unfinished = set[Future[None]]()
 
 
 @functools.cache
 def _writer() -> ThreadPoolExecutor:
-    """Returns the thread that writes; Python ends when it has."""
+    """Returns the one thread that writes. Python waits for it before it ends."""
     return ThreadPoolExecutor(1, thread_name_prefix="kvjax-save")
 
 
@@ -56,6 +57,11 @@ def _raise_errors() -> None:
     """Raises the error of a save whose result was not asked for."""
     for future in list(_unfinished):
         future.result()
+
+
+def _forget_success(future: Future[None]) -> None:
+    if future.exception() is None:
+        _unfinished.discard(future)
 
 
 class Saving:
@@ -120,13 +126,16 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
 
     def write() -> None:
         whole = about | {"model": model_digest(params)}
+        whole |= {"about": _fields_digest(whole)}
         with finished_folder(path) as unfinished:
             orbax.save_state(unfinished / STATE, state)
             np.savez(unfinished / ARRAYS, tokens=tokens, logits=logits, resolved=resolved)
             (unfinished / ABOUT).write_text(json.dumps(whole, indent=2) + "\n")
 
-    saving = Saving(_writer().submit(write))
-    _unfinished.add(saving._future)
+    future = _writer().submit(write)
+    _unfinished.add(future)
+    future.add_done_callback(_forget_success)
+    saving = Saving(future)
     if wait:
         saving.result()
     return saving
@@ -163,6 +172,8 @@ def load(
     about = read_json(path / ABOUT, "context")
     if about.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a context of this version of kvjax: format {about.get('format')!r}.")
+    if about.get("about") != _fields_digest(about):
+        raise CheckpointError(f"{path} is damaged: {ABOUT} is not as it was saved.")
     model, spec = options.resolve(model, _saved_spec(path, about) if policy is None else policy)
     own = _about(model, spec) | {"model": model_digest(distributed.to_host(model.params))}
     different = [f"{name}: {shown(about.get(name))}, and here {shown(value)}"
@@ -174,7 +185,7 @@ def load(
         layout = _layout(model, spec, sizes, options, about["slots"])
         runs = tuple(LayerRun(*map(int, run)) for run in about["runs"])
         rows = int(about["rows"])
-        boundaries = tuple(tuple(Span(*map(int, span)) for span in own) for own in about["boundaries"])
+        boundaries = tuple(tuple(Span(*span) for span in own) for own in about["boundaries"])
         with np.load(path / ARRAYS) as arrays:
             tokens, logits = arrays["tokens"], arrays["logits"]
             resolved = arrays["resolved"]
@@ -213,6 +224,12 @@ def _about(model: Model, spec: CacheSpec) -> JsonObject:
         "selection": functions.described(spec.selection),
         "dtype": model.dtype.name,
     }
+
+
+def _fields_digest(about: JsonObject) -> str:
+    """Returns the SHA-256 of all fields but that of this digest."""
+    fields = {name: value for name, value in about.items() if name != "about"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _layout(
@@ -262,10 +279,10 @@ def model_digest(params: PyTree) -> str:
     return digest.hexdigest()
 
 
-def arrays_digest(*trees: PyTree) -> str:
-    """Returns the SHA-256 of the bytes of the arrays of trees."""
+def arrays_digest(state: KVState, *arrays: ArrayLike) -> str:
+    """Returns the SHA-256 of the bytes of a cache, whether or not its layers are in stacks, and of further arrays."""
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(trees):
+    for leaf in jax.tree.leaves((arranged_state(state, ()), arrays)):
         digest.update(np.ascontiguousarray(leaf).tobytes())
     return digest.hexdigest()
 
@@ -279,17 +296,19 @@ def finished_folder(path: Path) -> Iterator[Path]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".unfinished-{path.name}-", dir=path.parent))
+        outer = Path(tempfile.mkdtemp(prefix=f".unfinished-{path.name}-", dir=path.parent))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from None
     try:
+        # Others may read it as far as the umask says; a temporary folder is its owner's alone.
+        unfinished = outer / path.name
+        unfinished.mkdir()
         yield unfinished
-        unfinished.chmod(0o755)
         os.rename(unfinished, path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from None
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(outer, ignore_errors=True)
 
 
 def read_json(path: Path, kind: str) -> JsonObject:

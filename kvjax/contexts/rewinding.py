@@ -23,8 +23,8 @@ Array = jax.Array
 def rewind(model: Model, context: Context, length: ArrayLike) -> Context:
     """Forgets the tokens of a context from a position on, and feeds the last token that is left for its logits.
 
-    Only a full cache without statistics is as it was after fewer tokens. For others, keep the shorter contexts with
-    ``keep=`` of `kvjax.contexts.prefill`, or before `kvjax.contexts.extend`.
+    Only a full cache without statistics can be shortened exactly. For others, keep the shorter contexts: with ``keep=``
+    of `kvjax.contexts.prefill`, or those before `kvjax.contexts.extend`.
 
     Args:
       model: that of the context.
@@ -95,5 +95,5 @@ def _cut(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:
     made = [each for each in spans if each.stop < length]
     if length and (rest := spans[len(made) :]):
         start = made[-1].stop if made else 0
-        made.append(Span(length, min(rest[0].block, length - start)))
+        made.append(rest[0]._replace(stop=length, block=min(rest[0].block, length - start)))
     return tuple(made)

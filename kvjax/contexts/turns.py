@@ -1,5 +1,9 @@
 """Further turns: copies rows of a context and feeds tokens to the copies."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,10 +15,11 @@ from kvjax.contexts.feed import Plan, feed_copies
 from kvjax.contexts.room import BY_LENGTH, during_block, during_compression, one_by_one, with_budgets, with_room
 from kvjax.errors import InputError
 from kvjax.generation import compiling
-from kvjax.generation.context import Boundaries, Context, padded_rows, spans_with
+from kvjax.generation.context import Boundaries, Context, Span, padded_rows, spans_with, turn_of
 from kvjax.generation.multiple_choice import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import POLICY, SIDES, SKEW
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 
@@ -50,9 +55,10 @@ def extend(
       context: from `kvjax.contexts.prefill` or another function of contexts; it is unchanged.
       tokens: [R, n] or [n] int, rows padded at the end; or a list of rows of any lengths. A row may have no token.
       lengths: [R] int, the number of real tokens of each row; None for n.
-      rows: [R] int, the row of the context that each row of tokens continues; None for the rows in their order.
+      rows: [R] int, the row of the context that each row of tokens continues; None if there is one for each,
+        in their order.
       block: tokens of a block, counted from the first token of the turn; None for one block. 1 feeds tokens one at a
-        time, as if the model had generated them.
+        time, as if the model had generated them. Not with ``turns="compress"``.
       turns: ``append`` or ``compress``, of a prompt compressor.
       rebudget: whether a budget that is a share of the text is now one of each row's length after the turn. A larger
         budget brings nothing back.
@@ -62,22 +68,29 @@ def extend(
       without a token follow; see `Context`.
 
     Raises:
-      InputError: tokens, lengths, rows or turns that are not valid; another model; arrays that cannot grow have too
-        few slots; the model has no positions for so many tokens; or the cache cannot be compressed again.
+      InputError: tokens, lengths, rows, block or turns that are not valid; another model; arrays that cannot grow have
+        too few slots; the model has no positions for so many tokens; or the cache cannot be compressed again.
       PolicyError: the new budget cannot work.
     """
     model = own_model(model, context)
     choice_argument("turns", turns, TURNS, error=InputError)
     ids, sizes = _checked(model.config, tokens, lengths)
     count, contexts = len(sizes), context.num_rows
+    if rows is None and count != contexts:
+        raise InputError(
+            f"the context has {contexts} rows, and tokens have {count}; give rows=, the row of the context that each "
+            "continues, or a row without a token to leave one as it is."
+        )
     source = np.arange(count) if rows is None else np.asarray(rows)
     valid = source.shape == (count,) and np.issubdtype(source.dtype, np.integer)
     if not valid or source.min() < 0 or source.max() >= contexts:
         raise InputError(f"rows must be {count} whole numbers from 0 to {contexts - 1}, one per row; got {rows!r}.")
     if block is not None:
         check_count("block", block)
+        if turns == "compress":
+            raise InputError("turns='compress' compresses a turn as a whole; leave out block.")
     length, total = (x[source] for x in distributed.to_host((context.state.length, context.state.total)))
-    _check_positions(model.config, length + sizes, total)
+    check_positions(model.config, length + sizes, total)
     fed = np.zeros(context.logits.shape[0], np.int32)
     np.maximum.at(fed, source, sizes)
     resolved, budget, turn_budget = _budgets(
@@ -111,9 +124,10 @@ def extend(
             *model.place(budgets),
             config=model.config, plan=plan,
         )  # fmt: skip
-    known, boundaries = _recorded(
-        context, source, ids, sizes, length, block if turns == "compress" else size, count + padding
+    spans = functools.partial(
+        spans_with, block=size, turn=turns if turns == "compress" else turn_of(context.layout), rebudget=rebudget
     )
+    known, boundaries = _recorded(context, source, ids, sizes, length, count + padding, spans)
     return Context(logits, state, context.layout, known, count, boundaries, context.made, resolved)
 
 
@@ -126,11 +140,39 @@ def own_model(model: Model, context: Context) -> Model:
     if context.made is None or model is context.made.model:
         return model
     own = context.made.model
-    if model.config != own.config or not {*map(id, jax.tree.leaves(model.params))} <= {
-        *map(id, jax.tree.leaves(own.params))
-    }:  # fmt: skip
+    if not same_weights(own, model):
         raise InputError("the context belongs to another model; give the model that it was made with.")
     return own
+
+
+def same_weights(one: Model, two: Model) -> bool:
+    """Returns whether two models have the same arrays as parameters, calibrations left aside."""
+    if one is two:
+        return True
+    first, second = (_parameters(each, of_calibration=False) for each in (one, two))
+    return one.config == two.config and first.keys() == second.keys() and all(
+        leaf is second[path] for path, leaf in first.items()
+    )  # fmt: skip
+
+
+def same_calibration(one: Model, two: Model) -> bool:
+    """Returns whether the calibrations of two models have equal numbers.
+
+    Each call that is given a calibration makes arrays of it, so that they are not the same ones.
+    """
+    if one is two:
+        return True
+    first, second = (distributed.to_host(_parameters(each, of_calibration=True)) for each in (one, two))
+    return first.keys() == second.keys() and all(np.array_equal(leaf, second[path]) for path, leaf in first.items())
+
+
+def _parameters(model: Model, *, of_calibration: bool) -> dict[str, Any]:
+    """Returns parameters by path, either those of a calibration or all others."""
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(model.params)[0]
+        if of_calibration == any(getattr(part, "key", None) in (SIDES, SKEW, POLICY) for part in path)
+    }
 
 
 def _budgets(
@@ -164,14 +206,19 @@ def _checked(config: DecoderConfig, tokens: ArrayLike, lengths: ArrayLike | None
         sizes = np.asarray(lengths)
         if sizes.ndim == 1 and np.issubdtype(sizes.dtype, np.integer):
             empty, lengths = sizes == 0, np.where(sizes == 0, 1, sizes)
-    elif isinstance(tokens, list | tuple) and any(isinstance(row, list | tuple) and not row for row in tokens):
-        empty = np.array([isinstance(row, list | tuple) and not row for row in tokens])
+    elif isinstance(tokens, list | tuple) and any(map(_is_empty, tokens)):
+        empty = np.array([*map(_is_empty, tokens)])
         tokens = [[0] if none else row for row, none in zip(tokens, empty, strict=True)]
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     return batch.tokens, batch.lengths if empty is None else np.where(empty, 0, batch.lengths).astype(np.int32)
 
 
-def _check_positions(config: DecoderConfig, length: np.ndarray, total: np.ndarray) -> None:
+def _is_empty(row: object) -> bool:
+    """Returns whether a row is a list or an array without a token."""
+    return not row if isinstance(row, list | tuple) else getattr(row, "size", None) == 0
+
+
+def check_positions(config: DecoderConfig, length: np.ndarray, total: np.ndarray) -> None:
     """Checks that a model has positions for rows of `length` tokens, of which `total` were known before, [R] each."""
     if config.learned_positions and int(length.max()) > config.max_positions:
         raise InputError(
@@ -211,8 +258,8 @@ def _recorded(
     ids: np.ndarray,
     sizes: np.ndarray,
     length: np.ndarray,
-    block: int | None,
     count: int,
+    spans: Callable[[tuple[Span, ...], int, int], tuple[Span, ...]],
 ) -> tuple[np.ndarray | None, Boundaries | None]:
     """Returns the tokens of all rows and their spans after a turn, where those of the context are known."""
     known, boundaries = None, None
@@ -221,6 +268,6 @@ def _recorded(
         known = padded_rows(rows, count)
     if context.boundaries is not None:
         boundaries = tuple(
-            spans_with(context.boundaries[row], int(length[i]), int(sizes[i]), block) for i, row in enumerate(source)
+            spans(context.boundaries[row], int(length[i]), int(sizes[i])) for i, row in enumerate(source)
         )
     return known, boundaries

@@ -25,10 +25,15 @@ class Span(NamedTuple):
     Attributes:
       stop: the position after the last of them; they begin where the span before stops.
       block: tokens of a block; the last block may have fewer.
+      turn: how they were fed: ``prompt`` = as a prompt; ``append`` = as a turn, where the prompt had another policy, as
+        under a prompt compressor; ``compress`` = as a turn that was compressed.
+      rebudget: whether budgets became those of the length at `stop`.
     """
 
     stop: int
     block: int
+    turn: str = "prompt"
+    rebudget: bool = False
 
 
 Boundaries = tuple[tuple[Span, ...], ...]  # of each row
@@ -113,7 +118,7 @@ class Context(NamedTuple):
         before = self.text
         assert before is not None and self.boundaries is not None
         spans = tuple(
-            spans_with(own, len(old), len(new) - len(old), block)
+            spans_with(own, len(old), len(new) - len(old), block=block, turn=turn_of(self.layout))
             for own, old, new in zip(self.boundaries, before, rows, strict=True)
         )
         return self._replace(tokens=padded_rows(rows, self.logits.shape[0]), boundaries=spans)
@@ -128,12 +133,30 @@ def padded_rows(rows: Sequence[np.ndarray], count: int) -> np.ndarray:
     return made
 
 
-def spans_with(before: tuple[Span, ...], start: int, count: int, block: int | None) -> tuple[Span, ...]:
-    """Returns the spans of a row after `count` tokens from `start` on, in blocks of `block` tokens (None = one)."""
+def turn_of(layout: CacheLayout) -> str:
+    """Returns how tokens that follow a prompt are fed, unless they are compressed; see `Span`."""
+    pairs = (pair for layers in zip(layout.prompt, layout.decode, strict=True) for pair in zip(*layers, strict=True))
+    return "prompt" if all(before.policy == after.policy for before, after in pairs) else "append"
+
+
+def spans_with(
+    before: tuple[Span, ...], start: int, count: int, *, block: int | None, turn: str, rebudget: bool = False
+) -> tuple[Span, ...]:
+    """Returns the spans of a row after `count` tokens from `start` on.
+
+    Args:
+      before: the spans of the tokens before.
+      start: the number of tokens before.
+      count: the number of tokens that were fed.
+      block: tokens of a block; None = one block.
+      turn: see `Span`.
+      rebudget: see `Span`.
+    """
     if not count:
         return before
-    own = Span(start + count, count if block is None else min(block, count))
-    if before and before[-1].block == own.block:
+    own = Span(start + count, count if block is None else min(block, count), turn, rebudget)
+    alike = before and before[-1].block == own.block and before[-1].turn == turn != "compress"
+    if alike and not rebudget and not before[-1].rebudget:
         begun = before[-2].stop if len(before) > 1 else 0
         # Blocks of one size that follow each other leave no trace of where feeding began.
         if (start - begun) % own.block == 0:

@@ -50,9 +50,6 @@ Array = jax.Array
 GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
 
 
-Prefilled = Context  # its name before contexts could be continued
-
-
 @cache_keywords()
 def prefill(
     model: Model,

@@ -1,5 +1,7 @@
 """Contexts are values: turns, answers, copies and joined rows, with the equalities that they promise."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -89,7 +91,8 @@ def test_an_answer_in_two_parts_is_the_answer(spec):
     second = contexts.decode(model(), first.context, max_new_tokens=7, donate=True, **options)
     np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], axis=1), whole.tokens)
     np.testing.assert_array_equal(second.context.text[1], [*TOKENS[1, :17], *whole.tokens[1]])
-    assert second.context.boundaries[1] == (Span(17, 17), Span(29, 1))
+    own = "append" if spec.name == "snapkv" else "prompt"
+    assert second.context.boundaries[1] == (Span(17, 17), Span(29, 1, own))
     # The context was not overwritten.
     assert_equal(context, begun(spec))
     # The last token has been fed, whether or not a row has ended before the others.
@@ -116,10 +119,22 @@ def test_copies_and_joined_rows_are_the_rows():
     for row in range(3):
         assert_same_state(joined.state, full.state, row)
     # A row without a token is as it was.
-    some = contexts.extend(model(), context, [[], [1, 2], [3]])
+    some = contexts.extend(model(), context, [np.array([], int), np.array([1, 2]), [3]])
     assert_same_state(some.state, context.state, 0)
     np.testing.assert_array_equal(some.logits[0], context.logits[0])
     assert [len(row) for row in some.text] == [24, 19, 21] and some.boundaries[0] == context.boundaries[0]
+
+
+def test_calibrated_contexts_are_joined():
+    """Each prefill makes arrays of the calibration; and the context's own is used, whatever model is given."""
+    spec = policies.qfilters(8)
+    made = [kvjax.calibrate(model(), random_tokens(2, 32, seed=seed), spec) for seed in (5, 6)]
+    first, second, other = (begun(spec, calibration=each) for each in (made[0], *made))
+    assert_equal(contexts.rows(contexts.join(first, second), [3, 4, 5]), first)
+    with pytest.raises(InputError, match="differ in the calibration"):
+        contexts.join(first, other)
+    answers = [contexts.decode(each, first, max_new_tokens=3) for each in (model(), other.made.model)]
+    np.testing.assert_array_equal(answers[0].logprobs, answers[1].logprobs)
 
 
 def test_a_ring_and_selections_take_tokens_one_by_one():
@@ -141,6 +156,16 @@ def test_what_cannot_be_continued():
         contexts.join(context, begun(policies.h2o(9)))
     with pytest.raises(InputError, match="differ in the model"):
         contexts.join(context, contexts.prefill(tiny(seed=1, layers=1).model, TOKENS, policies.h2o(8)))
+    with pytest.raises(InputError, match=r"the context has 3 rows, and tokens have 1; give rows="):
+        contexts.extend(model(), context, TOKENS[0])
+    scaled = dataclasses.replace(model().config.rope, scaling="dynamic", factor=2.0, original_max_positions=16)
+    dynamic = dataclasses.replace(model(), config=dataclasses.replace(model().config, rope=scaled))
+    seen = []
+    with pytest.raises(InputError, match=r"34 tokens do not fit: under dynamic RoPE"):
+        contexts.decode(
+            dynamic, contexts.prefill(dynamic, TOKENS, policies.h2o(8), room=33), max_new_tokens=10, stream=seen.append
+        )
+    assert not seen
     with pytest.raises(InputError, match="block must be"):
         contexts.extend(model(), context, TOKENS[:, :3], block=0)
 
@@ -215,6 +240,11 @@ def test_turns_are_compressed_again():
                 assert len(one) == 8 and set(one) <= {*two, *own} and set(one) >= {*own[-4:]}
     with pytest.raises(InputError, match="turns='compress' cannot be used: h2o does not compress prompts"):
         contexts.extend(model(), begun(), TOKENS[:, :3], turns="compress")
+    with pytest.raises(InputError, match=r"compresses a turn as a whole; leave out block"):
+        contexts.extend(model(), context, TOKENS[:, :3], block=2, turns="compress")
+    # Boundaries say how each turn was fed: an appended one holds other slots.
+    assert context.boundaries[0] == (Span(24, 24), Span(33, 9, "compress"), Span(42, 9, "compress"))
+    assert contexts.extend(model(), before, TOKENS[:, :9]).boundaries[0][-1] == Span(42, 1, "append")
     with pytest.raises(InputError, match="turns='never' is not valid"):
         contexts.extend(model(), context, TOKENS[:, :3], turns="never")
 
@@ -227,6 +257,7 @@ def test_a_share_follows_the_text_if_it_is_asked_to():
     assert [len(row[0]) for row in same.kept(0)] == [4, 4, 4]
     assert [len(row[0]) for row in larger.kept(0)] == [12, 5, 4]
     np.testing.assert_array_equal(np.asarray(larger.state.budget[0][0]), [12, 5, 4])
+    assert same.boundaries[0][-1] == Span(24, 16) and larger.boundaries[0][-1] == Span(24, 16, rebudget=True)
     # What was evicted does not come back, and what follows keeps to the budget.
     after = contexts.decode(model(), larger, max_new_tokens=3).context
     assert [len(row[0]) for row in after.kept(0)] == [12, 5, 4]
