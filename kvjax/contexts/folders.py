@@ -34,11 +34,12 @@ from kvjax.errors import CheckpointError, InputError, shown
 from kvjax.generation.context import Context, Made, Span
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.models import layer_loop
+from kvjax.models.digest import model_digest
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, host_memory
 from kvjax.policies.base import Policy
 from kvjax.specs import functions
-from kvjax.typing import JsonObject, PyTree
+from kvjax.typing import JsonObject
 
 Array = jax.Array
 ABOUT, ARRAYS, STATE = "context.json", "arrays.npz", "state"  # the files of a saved context
@@ -115,22 +116,22 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
     distributed.check_alone(made.model.params, "contexts.save")
     if path.exists():
         raise CheckpointError(f"{path} exists already; save to a new folder.")
-    state, logits, params = distributed.to_host((context.state, context.logits, made.model.params))
+    state, logits = distributed.to_host((context.state, context.logits))
     about = _about(made.model, made.spec) | {
         "format": FORMAT, "spec": repr(made.spec), "rows": context.num_rows, "sizes": dataclasses.asdict(made.sizes),
+        "model": model_digest(made.model.params),
         "state": arrays_digest(state, logits, tokens, resolved),
         "slots": [[list(group.slots) for group in layer] for layer in context.layout.decode],
         "runs": [[run.start, run.stop] for run in stacked_runs(context.state.layers)],
         "boundaries": [[list(span) for span in own] for own in context.boundaries],
     }  # fmt: skip
+    about["about"] = _fields_digest(about)
 
     def write() -> None:
-        whole = about | {"model": model_digest(params)}
-        whole |= {"about": _fields_digest(whole)}
         with finished_folder(path) as unfinished:
             orbax.save_state(unfinished / STATE, state)
             np.savez(unfinished / ARRAYS, tokens=tokens, logits=logits, resolved=resolved)
-            (unfinished / ABOUT).write_text(json.dumps(whole, indent=2) + "\n")
+            (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
 
     future = _writer().submit(write)
     _unfinished.add(future)
@@ -175,7 +176,7 @@ def load(
     if about.get("about") != _fields_digest(about):
         raise CheckpointError(f"{path} is damaged: {ABOUT} is not as it was saved.")
     model, spec = options.resolve(model, _saved_spec(path, about) if policy is None else policy)
-    own = _about(model, spec) | {"model": model_digest(distributed.to_host(model.params))}
+    own = _about(model, spec) | {"model": model_digest(model.params)}
     different = [f"{name}: {shown(about.get(name))}, and here {shown(value)}"
                  for name, value in own.items() if about.get(name) != value]  # fmt: skip
     if different:
@@ -267,16 +268,6 @@ def _move(leaf: Array, where: str) -> Array:
     if where == host_memory.DEVICE:
         return leaf
     return jax.device_put(leaf, leaf.sharding.with_memory_kind(host_memory.PINNED))
-
-
-def model_digest(params: PyTree) -> str:
-    """Returns the SHA-256 of parameters: of the path, dtype, shape and bytes of each, in the order of paths."""
-    digest = hashlib.sha256()
-    named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-    for path, leaf in sorted(named.items()):
-        digest.update(f"{path} {leaf.dtype} {leaf.shape}".encode())
-        digest.update(np.ascontiguousarray(leaf).tobytes())
-    return digest.hexdigest()
 
 
 def arrays_digest(state: KVState, *arrays: ArrayLike) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from kvjax.checkpoint import orbax
 from kvjax.contexts.folders import arrays_digest, finished_folder, on_its_memory, read_json, state_shapes
 from kvjax.errors import CheckpointError
+from kvjax.models.digest import model_digest
 from kvjax.models.model import Model
 from kvjax.serve.prefix import Prefix
 from kvjax.serve.prompts import Prompts
@@ -21,8 +22,7 @@ from kvjax.typing import JsonObject
 
 Array = jax.Array
 ABOUT, ARRAYS, STATE = "prefix.json", "arrays.npz", "state"  # the files of a saved prefix
-FORMAT = 3
-SAMPLED = 1024  # numbers of the first row of each parameter that a model is recognised by
+FORMAT = 4
 
 
 def save(folder: str | Path, prefix: Prefix) -> None:
@@ -99,19 +99,5 @@ def _cache(prompts: Prompts) -> JsonObject:
 
 
 def _fingerprint(model: Model) -> str:
-    """Returns a fingerprint of a model: of the configuration, and numbers of every row of every parameter."""
-    digest = hashlib.sha256(repr(model.config).encode())
-    for path, leaf in jax.tree_util.tree_flatten_with_path(model.params)[0]:
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        digest.update(np.asarray(_some(leaf)).tobytes())
-    return digest.hexdigest()
-
-
-def _some(leaf: Array) -> Array:
-    """Numbers of an array: the beginning of its first row, and one of each row."""
-    if leaf.ndim < 2 or not leaf.size:
-        return leaf
-    # [R, n]
-    rows = leaf.reshape(-1, leaf.shape[-1])
-    number = np.arange(len(rows))
-    return jnp.concatenate([rows[0, :SAMPLED], rows[number, number % rows.shape[1]]])
+    """Returns the SHA-256 of a model's configuration and parameters."""
+    return hashlib.sha256((repr(model.config) + model_digest(model.params)).encode()).hexdigest()

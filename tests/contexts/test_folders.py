@@ -13,7 +13,7 @@ from kvjax import contexts, policies, storage
 from kvjax.cache.layer_stack import stacked_runs
 from kvjax.contexts import folders, spec_text
 from kvjax.errors import CheckpointError
-from kvjax.models import layer_loop
+from kvjax.models import digest, layer_loop
 from tests.contexts.test_contexts import LENGTHS, TOKENS, assert_equal
 from tests.examples import POLICIES, SELECTIONS, STORAGES, chosen, combined, held, planned, policy
 from tests.tiny import tiny
@@ -74,6 +74,10 @@ def test_contexts_of_others_are_refused(tmp_path, monkeypatch):
     contexts.save(folder, context)
     with pytest.raises(CheckpointError, match="exists already"):
         contexts.save(folder, context)
+    # The model's parameters are hashed once.
+    with monkeypatch.context() as patched:
+        patched.setattr(digest, "_hashed", None)
+        assert contexts.load(folder, model).num_rows == 3
     with pytest.raises(CheckpointError, match=r"saved with another policy: .*; storage: .*, and here"):
         contexts.load(folder, model, policies.h2o(9), storage=storage.int8())
     own = policies.evict(
