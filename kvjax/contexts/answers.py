@@ -87,7 +87,7 @@ def fed(model: Model, context: Context, made: Generation) -> Context:
     Args:
       model: that of the context.
       context: before the tokens; only what does not change with them is read.
-      made: the tokens, and the cache without the last one of each row.
+      made: the tokens, and the cache without the last one of each row; the cache is donated.
     """
     last = np.arange(len(made.tokens)), np.maximum(made.lengths - 1, 0)
     before = context._replace(state=made.state)
@@ -98,4 +98,4 @@ def fed(model: Model, context: Context, made: Generation) -> Context:
         ]
         before = before.with_text(rows, block=1)
     # [B, 1]
-    return extend(model, before, made.tokens[last][:, None], block=1)
+    return extend(model, before, made.tokens[last][:, None], block=1, donate=True)

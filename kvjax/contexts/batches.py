@@ -76,7 +76,10 @@ def join(first: Context, second: Context) -> Context:
         for one, two in ((first.text, second.text), (first.boundaries, second.boundaries))
     )
     own = np.arange(len(chosen))
-    made = _taken(whole, np.array(chosen, np.int32), None, None)
+    if chosen == [*range(len(logits))] and (first.made is None or first.made.model.rows_on_mesh(len(own)) == len(own)):
+        made = whole._replace(rows=len(own))
+    else:
+        made = _taken(whole, np.array(chosen, np.int32), None, None)
     return made._replace(
         tokens=None if texts is None else padded_rows([texts[i] for i in own], made.logits.shape[0]),
         boundaries=None if spans is None else tuple(spans),

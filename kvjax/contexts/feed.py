@@ -43,31 +43,30 @@ class Plan:
     compresses: bool = False
 
 
-@program(static_argnames=("config", "plan"))
-def feed_copies(
+def _feed(
     params: Params,
     state: KVState,
     logits: Array,
-    rows: Array,
+    rows: Array | None,
     tokens: Array,
     lengths: Array,
-    real: Array,
+    real: Array | None,
     budget: GroupBudgets | None = None,
     turn_budget: GroupBudgets | None = None,
     *,
     config: DecoderConfig,
     plan: Plan,
 ) -> tuple[Array, KVState]:
-    """Copies rows of a cache and feeds tokens to each copy.
+    """Feeds tokens to copies of rows of a cache, or to the rows themselves.
 
     Args:
       params: of the decoder.
-      state: the cache; not donated.
+      state: the cache.
       logits: [B, V] float32, those of the cache's newest tokens.
-      rows: [R] int32, the row that each copy is of.
+      rows: [R] int32, the row that each copy is of; None = the rows themselves.
       tokens: [R, n] int32; in blocks, n is a multiple of the block.
       lengths: [R] int32, the number of tokens of each; a row without a token is only copied.
-      real: [R] bool; the other rows are padding, and hold nothing afterwards.
+      real: [R] bool; the other copies are padding, and hold nothing afterwards. None with `rows`.
       budget: of the copies, see `KVState`; None = those of the rows.
       turn_budget: the same while the tokens are fed; None = `budget`.
       config: the decoder.
@@ -79,7 +78,7 @@ def feed_copies(
     compiling.traced()
     stacked = stacked_runs(state.layers)
     # [R, V]
-    before, kv = _copied(state, logits, rows, real)
+    before, kv = (logits, state) if rows is None or real is None else _copied(state, logits, rows, real)
     end = kv.length + lengths
     kv = kv.replace(
         prompt=jnp.where((lengths > 0) & plan.is_prompt, end, kv.prompt), total=jnp.maximum(kv.total, end)
@@ -98,6 +97,10 @@ def feed_copies(
     newest = jnp.where((lengths > 0)[:, None], decoder.logits(last), before)
     kv = resized_state(kv, plan.during, plan.held, fresh=plan.compresses).replace(budget=after)
     return newest, arranged_state(kv, stacked)
+
+
+feed_copies = program(static_argnames=("config", "plan"))(_feed)
+feed_rows = program(static_argnames=("config", "plan"), donate_argnames=("state",))(_feed)  # instead of copies of them
 
 
 def _fed(decoder: BoundDecoder, kv: KVState, tokens: Array, lengths: Array, plan: Plan) -> tuple[KVState, Array]:

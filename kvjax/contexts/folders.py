@@ -224,6 +224,7 @@ def _about(model: Model, spec: CacheSpec) -> JsonObject:
         "storage": functions.described(spec.storage),
         "selection": functions.described(spec.selection),
         "dtype": model.dtype.name,
+        "mesh": None if model.mesh is None else dict(model.mesh.shape),
     }
 
 

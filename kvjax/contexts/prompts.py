@@ -70,11 +70,11 @@ def prefill(
     total = np.full(len(batch.lengths), room, np.int32)
     cuts = _checked_cuts(keep, longest)
     first = run_batch(
-        model, spec, batch, total, room - longest, options, last_fed=True, first=cuts[0] if cuts else None
+        model, spec, batch, total, room - longest, options, last_fed=True, first=cuts[0] if cuts else None,
+        check=_check_cut if cuts else None,
     )  # fmt: skip
     if not cuts:
         return first
-    _check_cut(first.layout)
     parts = [first]
     for start, stop in itertools.pairwise((*cuts, longest)):
         sizes = np.clip(batch.lengths - start, 0, stop - start)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from kvjax.arguments import choice_argument, plain_signature
 from kvjax.cache.planning.limits import half_steps, power_of_two, prompt_bucket
 from kvjax.cache.planning.lowering import budgets_of
-from kvjax.contexts.feed import Plan, feed_copies
+from kvjax.contexts.feed import Plan, feed_copies, feed_rows
 from kvjax.contexts.room import BY_LENGTH, during_block, during_compression, one_by_one, with_budgets, with_room
 from kvjax.errors import InputError
 from kvjax.generation import compiling
@@ -38,6 +38,7 @@ def extend(
     block: int | None = None,
     turns: str = "append",
     rebudget: bool = False,
+    donate: bool = False,
 ) -> Context:
     """Copies rows of a context and feeds a further turn to the copies.
 
@@ -52,7 +53,8 @@ def extend(
 
     Args:
       model: that of the context.
-      context: from `kvjax.contexts.prefill` or another function of contexts; it is unchanged.
+      context: from `kvjax.contexts.prefill` or another function of contexts; it is unchanged, unless
+        it is donated.
       tokens: [R, n] or [n] int, rows padded at the end; or a list of rows of any lengths. A row may have no token.
       lengths: [R] int, the number of real tokens of each row; None for n.
       rows: [R] int, the row of the context that each row of tokens continues; None if there is one for each,
@@ -62,6 +64,8 @@ def extend(
       turns: ``append`` or ``compress``, of a prompt compressor.
       rebudget: whether a budget that is a share of the text is now one of each row's length after the turn. A larger
         budget brings nothing back.
+      donate: whether the cache of `context` may be overwritten, so that it is not copied and cannot be used afterwards,
+        where the rows of the result are those of the context.
 
     Returns:
       The context after the turn. A row without a token is only copied. On a mesh that does not divide them, rows
@@ -119,9 +123,12 @@ def extend(
     real = np.arange(count + padding) < count
     budgets = jax.tree.map(lambda each: np.pad(each, (0, padding), mode="edge"), (budget, turn_budget))
     with model.on_mesh(), compiling.announced(compiling.tokens_of(context.layout.decode)):
-        logits, state = feed_copies(
-            model.params, context.state, context.logits, *model.place((copied, given, sizes_padded, real)),
-            *model.place(budgets),
+        placed = model.place((copied, given, sizes_padded, real))
+        in_place = donate and rows is None and len(real) == context.logits.shape[0]
+        if in_place:
+            placed = None, *placed[1:-1], None
+        logits, state = (feed_rows if in_place else feed_copies)(
+            model.params, context.state, context.logits, *placed, *model.place(budgets),
             config=model.config, plan=plan,
         )  # fmt: skip
     spans = functools.partial(

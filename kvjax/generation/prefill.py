@@ -7,7 +7,7 @@ that invalid arguments raise an error before anything is traced.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Unpack
 
 import jax
@@ -108,6 +108,7 @@ def run_batch(
     *,
     last_fed: bool,
     first: int | None = None,
+    check: Callable[[CacheLayout], None] | None = None,
 ) -> Context:
     """Runs checked prompts.
 
@@ -120,6 +121,7 @@ def run_batch(
       options: blocks of the prompt, limits and implementation.
       last_fed: see `prepare`.
       first: run only so many tokens of each prompt; arrays and budgets are those of whole prompts. None = all.
+      check: raises an error for a layout that the caller cannot use, before anything runs.
     """
     whole = batch.lengths
     with model.on_mesh():
@@ -127,6 +129,8 @@ def run_batch(
             model, spec, whole, total, width=batch.width, options=options, last_fed=last_fed, pad_rows=True,
             following=following,
         )  # fmt: skip
+        if check is not None:
+            check(prepared.layout)
         if first is not None:
             block = prepared.layout.block
             width = min(prepared.width, prompt_bucket(first) if block is None else -(-first // block) * block)

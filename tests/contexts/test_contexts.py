@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, contexts, policies, selection, storage
+from kvjax import CacheSpec, contexts, generation, policies, selection, storage
+from kvjax.contexts import batches
 from kvjax.errors import InputError
 from kvjax.generation.context import Span
 from tests.examples import policy
@@ -88,8 +89,11 @@ def test_an_answer_in_two_parts_is_the_answer(spec):
     context = begun(spec)
     first = contexts.decode(model(), context, max_new_tokens=5, **options)
     np.testing.assert_array_equal(first.logprobs, whole.logprobs[:, :5])
+    places = [own.unsafe_buffer_pointer() for own in jax.tree.leaves(first.state.layers)]
     second = contexts.decode(model(), first.context, max_new_tokens=7, donate=True, **options)
     np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], axis=1), whole.tokens)
+    # The cache that was donated is the one that is returned: nothing was copied.
+    assert [own.unsafe_buffer_pointer() for own in jax.tree.leaves(second.state.layers)] == places
     np.testing.assert_array_equal(second.context.text[1], [*TOKENS[1, :17], *whole.tokens[1]])
     own = "append" if spec.name == "snapkv" else "prompt"
     assert second.context.boundaries[1] == (Span(17, 17), Span(29, 1, own))
@@ -104,7 +108,7 @@ def test_an_answer_in_two_parts_is_the_answer(spec):
     np.testing.assert_allclose(ended.logits, alone.logits, atol=1e-4)
 
 
-def test_copies_and_joined_rows_are_the_rows():
+def test_copies_and_joined_rows_are_the_rows(monkeypatch):
     context = begun()
     assert_equal(contexts.rows(context, [0, 1, 2]), context)
     fork = contexts.rows(context, [1, 1])
@@ -114,7 +118,10 @@ def test_copies_and_joined_rows_are_the_rows():
     # Rows in larger arrays go on as in their own.
     full = begun(policies.full())
     larger = contexts.extend(model(), contexts.rows(full, [2]), random_tokens(1, 500))
-    joined = contexts.join(full, larger)
+    with monkeypatch.context() as patched:
+        # Without padding, joined rows are not copied again.
+        patched.setattr(batches, "copy_rows", None)
+        joined = contexts.join(full, larger)
     assert joined.layout.groups == larger.layout.groups
     for row in range(3):
         assert_same_state(joined.state, full.state, row)
@@ -170,7 +177,7 @@ def test_what_cannot_be_continued():
         contexts.extend(model(), context, TOKENS[:, :3], block=0)
 
 
-def test_kept_contexts_are_those_of_a_prompt_that_is_cut():
+def test_kept_contexts_are_those_of_a_prompt_that_is_cut(monkeypatch):
     """Budgets are those of the whole prompt, and a shorter row is kept whole."""
     spec = policies.h2o(policies.Fraction(0.5, min_slots=4))
     whole = begun(spec, keep=(8, 20))
@@ -184,6 +191,8 @@ def test_kept_contexts_are_those_of_a_prompt_that_is_cut():
     assert_equal(again, whole._replace(snapshots=()))
     # Rows hold no more than their budgets: half of 24, 17 and 20.
     assert [len(row[0]) for row in whole.kept(0)] == [12, 8, 10]
+    # What cannot be cut is refused before anything runs.
+    monkeypatch.setattr(generation.prefill, "run_prompts", None)
     with pytest.raises(InputError, match="snapkv compresses whole prompts; leave out keep"):
         begun(policies.snapkv(8, window=4), keep=(8,))
     pages = selection.quest(2, 8, first_layer=0, in_prompt=True, sinks=2, recent=2, query_block=4)

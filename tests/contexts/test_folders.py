@@ -1,5 +1,6 @@
 """Contexts in folders: to the bit, written behind, and refused where they belong to something else."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -90,6 +91,9 @@ def test_contexts_of_others_are_refused(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "own")
     with pytest.raises(CheckpointError, match="saved with another model"):
         contexts.load(folder, other, policies.h2o(8))
+    on_mesh = dataclasses.replace(model, mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)))
+    with pytest.raises(CheckpointError, match=r"saved with another mesh: None, and here \{.data.: 1\}"):
+        contexts.load(folder, on_mesh, policies.h2o(8))
     with pytest.raises(CheckpointError, match="there is no context in"):
         contexts.load(tmp_path, model, policies.h2o(8))
     about = folder / folders.ABOUT
