@@ -17,7 +17,7 @@ from kvjax.selection.page_summaries import FEWEST_PAGES, Pages
 from kvjax.selection.query_blocks import Over, QueryBlocks, query_blocks
 
 Array = jax.Array
-#: Tokens that a block of queries of a prompt always reads, rounded up to whole pages, and its number of queries.
+#: Defaults: tokens that a block of queries of a prompt always reads, rounded up to whole pages; queries of a block.
 SINKS, RECENT, QUERIES = 16, 64, 64
 OVER: Over = "mean"
 
@@ -168,20 +168,28 @@ def _counted(name: str, page: int, budget: int | None) -> tuple[int, int]:
 
 
 def _in_prompt(
-    name: str, page: int, budget: int | None, *, in_prompt: bool, prompt_budget: int | None, sinks: int, recent: int,
-    query_block: int,
+    name: str, page: int, budget: int | None, *, in_prompt: bool, prompt_budget: int | None, sinks: int | None,
+    recent: int | None, query_block: int | None,
 ) -> QueryBlocks | None:  # fmt: skip
     """Returns how a prompt reads pages; None if it reads everything. For the arguments see `quest`."""
     with named(name):
         if not isinstance(in_prompt, bool):
             raise SelectionError(f"in_prompt={in_prompt!r} is not valid; use True or False.")
+        given = {"prompt_budget": prompt_budget, "sinks": sinks, "recent": recent, "query_block": query_block}
         if not in_prompt:
-            if prompt_budget is not None:
-                raise SelectionError(f"prompt_budget={prompt_budget!r} needs in_prompt=True.")
+            for argument, value in given.items():
+                if value is not None:
+                    raise SelectionError(f"{argument}={value!r} needs in_prompt=True.")
             return None
-        which = "budget" if prompt_budget is None else "prompt_budget"
-        tokens = budget if prompt_budget is None else prompt_budget
-        return query_blocks(page, tokens, budget_name=which, sinks=sinks, recent=recent, size=query_block, over=OVER)  # type: ignore[arg-type]
+        return query_blocks(
+            page,
+            budget if prompt_budget is None else prompt_budget,  # type: ignore[arg-type]
+            budget_name="budget" if prompt_budget is None else "prompt_budget",
+            sinks=SINKS if sinks is None else sinks,
+            recent=RECENT if recent is None else recent,
+            size=QUERIES if query_block is None else query_block,
+            over=OVER,
+        )
 
 
 @factory
@@ -192,9 +200,9 @@ def quest(
     first_layer: int = 2,
     in_prompt: bool = False,
     prompt_budget: int | None = None,
-    sinks: int = SINKS,
-    recent: int = RECENT,
-    query_block: int = QUERIES,
+    sinks: int | None = None,
+    recent: int | None = None,
+    query_block: int | None = None,
 ) -> Quest:
     """Reads the newest page and the pages of the largest upper bounds (Quest, arXiv:2406.10774).
 
@@ -206,9 +214,9 @@ def quest(
       first_layer: layers before this one read everything.
       in_prompt: whether blocks of queries of a prompt read chosen pages too; otherwise a prompt is read whole.
       prompt_budget: tokens before a block that its queries read of a prompt, in whole pages; None = `budget`.
-      sinks: of `prompt_budget`, the oldest tokens, which are always read.
-      recent: of `prompt_budget`, the newest tokens, which are always read.
-      query_block: the number of queries of a block, a multiple of `page`.
+      sinks: of `prompt_budget`, the oldest tokens, which are always read; None = 16.
+      recent: of `prompt_budget`, the newest tokens, which are always read; None = 64.
+      query_block: the number of queries of a block, a multiple of `page`; None = 64.
 
     Raises:
       SelectionError: a page or a budget below 1, a first layer below 0, or numbers of a prompt that do not fit.
@@ -240,9 +248,9 @@ def lserve(
     first_layer: int = 2,
     in_prompt: bool = False,
     prompt_budget: int | None = None,
-    sinks: int = SINKS,
-    recent: int = RECENT,
-    query_block: int = QUERIES,
+    sinks: int | None = None,
+    recent: int | None = None,
+    query_block: int | None = None,
 ) -> LServe:
     """Reads pages by the largest bound of their sub-pages, and chooses anew every few steps (LServe, arXiv:2502.14866).
 
@@ -280,9 +288,9 @@ def retrieval(
     first_layer: int = 0,
     in_prompt: bool = False,
     prompt_budget: int | None = None,
-    sinks: int = SINKS,
-    recent: int = RECENT,
-    query_block: int = QUERIES,
+    sinks: int | None = None,
+    recent: int | None = None,
+    query_block: int | None = None,
 ) -> MeanKeys:
     """Reads the oldest chunk, the newest, and those of the largest mean keys (TriForce, arXiv:2404.11912, section 4.1).
 

@@ -4,6 +4,7 @@ The slots are in the order of the prompt's tokens: slot t holds token t. For eac
 gathered, and attention runs over these alone. All blocks read equally many pages, so that shapes are static.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from kvjax.selection.page_summaries import Pages
 from kvjax.typing import PyTree
 
 Array = jax.Array
+#: Scores of pages that are held at once, 256 MB in float32.
+SCORES = 1 << 26
 
 
 def attend(
@@ -98,7 +101,8 @@ def _chosen(
 ) -> tuple[Array, Array]:
     """Chooses the pages that each block of queries reads, its own among them.
 
-    Pages are scored block by block, which bounds the memory, and ranked at once for all blocks.
+    Pages are scored block by block and ranked for as many blocks at once as `SCORES` allows: one call of the ranking
+    for all blocks is quicker than one for each, and scores of all blocks would grow with the square of the prompt.
 
     Args:
       selection: the pages.
@@ -111,6 +115,28 @@ def _chosen(
     Returns:
       [blocks, B, K, P] each: pages in bounds, int32, and whether they are read, bool.
     """
+    count, batch, kv_heads, group = query.shape[:4]
+    choose = functools.partial(_chosen_at_once, selection, index, units=units, view=view)
+    query = jax.lax.stop_gradient(query)
+    together = max(1, SCORES // (batch * kv_heads * group * units))
+    if count <= together:
+        return choose(query, at)
+    parts = -(-count // together)
+    padding = parts * together - count
+
+    def split(x: Array, fill: int) -> Array:
+        padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
+        return padded.reshape(parts, together, *x.shape[1:])
+
+    # [parts, together, B, K, P] each
+    found = jax.lax.map(lambda inputs: choose(*inputs), (split(query, 0), split(at, EMPTY)))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], found)
+
+
+def _chosen_at_once(
+    selection: Pages, index: Index, query: Array, at: Array, *, units: int, view: SelectView
+) -> tuple[Array, Array]:
+    """See `_chosen`."""
     blocks, (count, batch, kv_heads, group) = selection.prompt, query.shape[:4]
     assert blocks is not None
     shape, own, score = (batch * count, kv_heads, units), blocks.size // selection.page, None
@@ -121,7 +147,7 @@ def _chosen(
             return selection.block_score(index, query, at >= 0, view.scale, view.soft_cap, blocks)
 
         # [blocks, B, K, G, U] -> [B * blocks, K, G, U]: the rows of a mesh stay where they are
-        score = jax.lax.map(of_block, jax.lax.stop_gradient((query, at)))
+        score = jax.lax.map(of_block, (query, at))
         score = jnp.swapaxes(score, 0, 1).reshape(*shape[:2], group, units)
     # [B * blocks]
     first = jnp.maximum(at[:, :, 0], 0).T.reshape(-1)
