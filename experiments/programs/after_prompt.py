@@ -84,7 +84,7 @@ def classes(tokens: np.ndarray, prompt: int, gap: int | None, chunk: int | None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Inputs:
     """The text and the questions that every cache is measured on.
 
     Attributes:
@@ -112,41 +112,43 @@ class Given:
             yield self.tokens[start : start + self.rows]
 
 
-def nats(model: Model, spec: CacheSpec, given: Given) -> JsonObject:
+def nats(model: Model, spec: CacheSpec, inputs: Inputs) -> JsonObject:
     """Returns the mean negative log-likelihood and the number of tokens, by class and row, and bytes per row."""
-    limits = Limits(prompt=given.prompt, new_tokens=given.tokens.shape[1] - given.prompt, shortest=given.prompt)
+    limits = Limits(prompt=inputs.prompt, new_tokens=inputs.tokens.shape[1] - inputs.prompt, shortest=inputs.prompt)
     scored, held = [], 0
-    for part in given.batches():
+    for part in inputs.batches():
         prefilled = prefill(
-            model, part[:, : given.prompt], spec, max_new_tokens=limits.new_tokens, limits=limits, **given.options
+            model, part[:, : inputs.prompt], spec, max_new_tokens=limits.new_tokens, limits=limits, **inputs.options
         )
         held = prefilled.layout.bytes(len(part)) // len(part)
-        scored.append(-score_continuation(model, prefilled, part[:, given.prompt :]))
+        scored.append(-score_continuation(model, prefilled, part[:, inputs.prompt :]))
     # [rows, T - prompt]
     every = np.concatenate(scored).astype(np.float64)
     found: JsonObject = {"kv_bytes": held, "mean": {}, "tokens": {}}
-    for name, mask in given.marked.items():
+    for name, mask in inputs.marked.items():
         count = mask.sum(axis=1)
         found["mean"][name] = [float(x) for x in np.where(mask, every, 0).sum(axis=1) / np.maximum(count, 1)]
         found["tokens"][name] = [int(x) for x in count]
     return found
 
 
-def facts(model: Model, spec: CacheSpec, given: Given) -> JsonObject:
+def facts(model: Model, spec: CacheSpec, inputs: Inputs) -> JsonObject:
     """Returns task -> 1 for each question that is answered exactly, and 0 for the others."""
     found = {}
-    for task, own in given.asked.items():
+    for task, own in inputs.asked.items():
         stages.enter(f"{task}, {len(own)} questions")
-        parts = (own[start : start + given.rows] for start in range(0, len(own), given.rows))
-        found[task] = [right for part in parts for right in answered(model, spec, part, given.prompt, **given.options)]
+        parts = (own[start : start + inputs.rows] for start in range(0, len(own), inputs.rows))
+        answers = (answered(model, spec, part, inputs.prompt, **inputs.options) for part in parts)
+        found[task] = [right for each in answers for right in each]
     return found
 
 
-def recurrences(model: Model, spec: CacheSpec, given: Given) -> JsonObject:
+def recurrences(model: Model, spec: CacheSpec, inputs: Inputs) -> JsonObject:
     """Returns sums over layers, heads and queries of each field of `kvjax.analysis.Recurrences`, by row."""
-    assert given.gap is not None
+    assert inputs.gap is not None
     parts = [
-        analysis.recurrences(model, part, spec, prompt_length=given.prompt, gap=given.gap) for part in given.batches()
+        analysis.recurrences(model, part, spec, prompt_length=inputs.prompt, gap=inputs.gap)
+        for part in inputs.batches()
     ]
     # [batches][rows], sums over [L, B, K, T]
     return {
@@ -155,9 +157,9 @@ def recurrences(model: Model, spec: CacheSpec, given: Given) -> JsonObject:
     }
 
 
-def errors(model: Model, spec: CacheSpec, given: Given) -> JsonObject:
+def errors(model: Model, spec: CacheSpec, inputs: Inputs) -> JsonObject:
     """Returns the mean over heads of each field of `kvjax.analysis.OutputError`, by row and layer."""
-    parts = [analysis.output_error(model, part, spec, prompt_length=given.prompt) for part in given.batches()]
+    parts = [analysis.output_error(model, part, spec, prompt_length=inputs.prompt) for part in inputs.batches()]
     return {
         name: np.concatenate([getattr(part, name).mean(axis=2).T for part in parts]).round(6).tolist()
         for name in parts[0]._fields
@@ -199,7 +201,7 @@ def start(config: ExperimentConfig, values: flags.FlagValues, argv: Sequence[str
         raise ConfigError("data.prompt has no continuation to score; give data.text.")
     asked = score.make_prompts(recall, model, config.seed)
     measures = [name for name in values.measures if name != "facts" or asked]
-    given = Given(
+    inputs = Inputs(
         tokens, prompt, classes(tokens, prompt, values.gap, config.data.chunk), asked, values.gap, values.rows,
         {"prefill_block": config.prefill_block, "implementation": config.implementation},
     )  # fmt: skip
@@ -224,7 +226,7 @@ def start(config: ExperimentConfig, values: flags.FlagValues, argv: Sequence[str
                 began = time.perf_counter()
                 try:
                     with stages.of(name):
-                        own[measure] = MEASURES[measure](calibrated_for(model, spec, calibration), spec, given)
+                        own[measure] = MEASURES[measure](calibrated_for(model, spec, calibration), spec, inputs)
                 except KvjaxError as error:
                     failed = True
                     print(f"failed, {measure} of {name}: {error}", file=sys.stderr)

@@ -202,7 +202,7 @@ class Shared(Derived):
 
     def limit(self, policy: Evict, stats: Stats, view: View) -> Array:
         if self.layers:
-            # Of each head, from the ranking of all layers; see `kvjax.cache.step.layer_shares`.
+            # The number of each head is from the ranking of all layers; see `kvjax.cache.step.layer_shares`.
             return view.budget.reshape(view.budget.shape[0], -1, 1)
         return jnp.sum(self.kept(policy, stats, view), axis=2, keepdims=True, dtype=jnp.int32)
 

@@ -34,7 +34,7 @@ def shared_by_layers(kv: KVState, phase: Phase) -> KVState:
             policy = phase[start][number].policy
             if policy.budget is None:
                 continue
-            # Of a stack of layers, the arrays are [B, L, K, S].
+            # Arrays of a stack of layers are [B, L, K, S].
             heads, size = group.position.shape[-2:]
             own = [(layer, number, heads) for layer in range(start, start + len_of(entry))]
             places += own
