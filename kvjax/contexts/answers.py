@@ -51,7 +51,7 @@ def decode(
       stream: see `kvjax.generate`.
       until: see `kvjax.generate`.
       progress: see `kvjax.generate`.
-      requests: see `kvjax.generate`. Forks with equal tokens need different ids to be sampled differently.
+      requests: see `kvjax.generate`. Forks with equal tokens are sampled alike if their keys and ids are equal.
       record: see `kvjax.generate`.
       donate: whether the cache of `context` may be overwritten, so that it is not copied and cannot be used afterwards.
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.spec import CacheSpec
-from kvjax.contexts.room import one_by_one
+from kvjax.contexts.room import reason_for_steps
 from kvjax.contexts.turns import extend
 from kvjax.errors import InputError, shown
 from kvjax.generation.context import Context
@@ -95,7 +95,7 @@ def _checked_cuts(keep: Sequence[int], longest: int) -> tuple[int, ...]:
 
 def _check_cut(layout: CacheLayout) -> None:
     """Checks that the parts of a prompt can be fed one after the other."""
-    reason = one_by_one(layout.decode)
+    reason = reason_for_steps(layout.decode)
     own = (group.policy for layer in layout.prompt for group in layer)
     compressor = next(filter(compresses_prompts, own), None)
     if compressor is not None:

@@ -81,7 +81,7 @@ def _unit(group: Group) -> int:
     return math.lcm(group.policy.page, group.selection.unit) * group.slot_parts
 
 
-def during_block(phase: Phase, tokens: int) -> Phase:
+def block_phase(phase: Phase, tokens: int) -> Phase:
     """Returns the groups in which a block of tokens is a prompt: with slots for them, if they are held with the others.
 
     Args:
@@ -101,8 +101,8 @@ def during_block(phase: Phase, tokens: int) -> Phase:
     return tuple(tuple(of_group(group) for group in layer) for layer in phase)
 
 
-def one_by_one(phase: Phase) -> str | None:
-    """Returns why tokens that follow a prompt are fed one by one, or None if a turn can be a block."""
+def reason_for_steps(phase: Phase) -> str | None:
+    """Returns why tokens that follow a prompt are fed in steps, one at a time, or None if a turn can be a block."""
     for group in (each for layer in phase for each in layer):
         if reason := appended_one_by_one(group.policy):
             return reason
@@ -115,7 +115,7 @@ def one_by_one(phase: Phase) -> str | None:
     return None
 
 
-def during_compression(layout: CacheLayout, tokens: int) -> Phase:
+def compression_phase(layout: CacheLayout, tokens: int) -> Phase:
     """Returns the groups in which a turn is compressed with what is held: those of the prompt, with slots for both.
 
     Args:

@@ -12,7 +12,7 @@ from kvjax.arguments import choice_argument, plain_signature
 from kvjax.cache.planning.limits import half_steps, power_of_two, prompt_bucket
 from kvjax.cache.planning.lowering import budgets_of
 from kvjax.contexts.feed import Plan, feed_copies, feed_rows
-from kvjax.contexts.room import BY_LENGTH, during_block, during_compression, one_by_one, with_budgets, with_room
+from kvjax.contexts.room import BY_LENGTH, block_phase, compression_phase, reason_for_steps, with_budgets, with_room
 from kvjax.errors import InputError
 from kvjax.generation import compiling
 from kvjax.generation.context import Boundaries, Context, Span, padded_rows, spans_with, turn_of
@@ -108,7 +108,7 @@ def extend(
     size: int | None = None
     if turns == "compress":
         width = prompt_bucket(longest)
-        during = during_compression(context.layout, width)
+        during = compression_phase(context.layout, width)
         plan = Plan(context.layout.decode, during, "blocks", width, True, compresses=True)
     else:
         turn_budget = None
@@ -250,13 +250,13 @@ def _planned(context: Context, longest: int, block: int | None) -> tuple[Plan, i
         width = half_steps(longest, FEW_FED) if size is None else half_steps(-(-longest // size), 1) * size
         during = without_step_kernels(phase)
         return Plan(phase, during, "blocks", width if size is None else size, block != 1), width, block
-    if block == 1 or one_by_one(phase):
+    if block == 1 or reason_for_steps(phase):
         return Plan(phase, phase, "steps", 1, False), power_of_two(longest, MANY_FED), 1
     if block is None or block >= longest:
         width = size = prompt_bucket(longest)
     else:
         width, size = half_steps(-(-longest // block), 1) * block, block
-    return Plan(phase, during_block(phase, size), "blocks", size, True), width, block
+    return Plan(phase, block_phase(phase, size), "blocks", size, True), width, block
 
 
 def _recorded(

@@ -62,7 +62,7 @@ def first_token(
       logits: [B, V] float32, after each row's last prompt token.
       state: the cache; donated.
       request: [B] int32, the id of each row's request.
-      key: random key.
+      key: [] or [B] random key.
       stop: [n] int32, token ids that end a row.
       seen: from `seen_tokens`.
       sampler: the sampling method.
@@ -164,7 +164,7 @@ def _choose(
       logits: [B, V] float32.
       length: [B] int32, the position of the token to choose.
       request: [B] int32, the id of each row's request.
-      key: random key. The key of a row depends on it, on the request and on the position.
+      key: [] or [B] random key. The key of a row depends on it, on the request and on the position.
       seen: see `Carry`.
       sampler: the sampling method.
 
@@ -172,7 +172,9 @@ def _choose(
       The tokens [B] int32 and their log-probabilities [B] float32.
     """
     # [B] random keys
-    keys = jax.vmap(lambda own, n: jax.random.fold_in(jax.random.fold_in(key, own), n))(request, length)
+    keys = jax.vmap(
+        lambda key, own, n: jax.random.fold_in(jax.random.fold_in(key, own), n), in_axes=(0 if key.ndim else None, 0, 0)
+    )(key, request, length)
     penalty = penalty_of(sampler)
     # [B]
     token = sampler(logits if seen is None or penalty is None else penalised(logits, seen, penalty), keys)

@@ -103,7 +103,7 @@ def generate(
       max_new_tokens: the maximum number of new tokens per row, at least 1.
       lengths: [B] int, the number of real tokens of each row; None for T, or for the whole rows of a list.
       sampler: how a token is chosen from the logits.
-      key: [] random key for sampling; None for `jax.random.key(0)`.
+      key: [] random key for sampling, or [B], one per row; None for `jax.random.key(0)`.
       stop: token ids that end a row. The stop token is part of the result.
       stream: a function that is called after every step with the new token of each row, [B] int32, `PAD` for a row that
         has ended.
@@ -111,7 +111,7 @@ def generate(
         called every `UNTIL_EVERY` tokens at the most; a row may have some tokens beyond its end.
       progress: whether to show a progress bar.
       requests: [B] int, the id of each row's request. A sampled token depends on the key, the request's id and the
-        token's position, and not on the rest of the batch. None for the row numbers.
+        token's position, and not on the rest of the batch. None for the row numbers, or for 0 if each row has a key.
       record: whether to record what selections choose; not with a kernel that does a whole step.
       options: storage, selection, blocks of the prompt and other options of the cache; see `kvjax.CacheOptions`.
       cache: its fields, which may be given one by one, such as ``storage=kvjax.storage.int8()``.
@@ -197,11 +197,16 @@ def _decode(
     record: bool,
 ) -> Generation:
     """Runs `decode` with a model that has the calibration of the storage."""
-    key = check_sampling(sampler, key)
+    rows = prefilled.num_rows
+    key = check_sampling(sampler, key, rows)
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
-    rows = prefilled.num_rows
-    request = np.pad(_check_requests(requests, rows), (0, prefilled.logits.shape[0] - rows))
+    if key.ndim and requests is None:
+        requests = np.zeros(rows, np.int32)
+    padding = (0, prefilled.logits.shape[0] - rows)
+    request = np.pad(_check_requests(requests, rows), padding)
+    if key.ndim:
+        key = key[np.pad(np.arange(rows), padding)]
     check_room(prefilled, max_new_tokens)
     produced: list[tuple[np.ndarray, np.ndarray]] = []
     recorded: list[tuple[selection_record.Steps | None, int]] = []

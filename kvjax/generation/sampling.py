@@ -181,15 +181,16 @@ def _between(value: object, minimum: float, maximum: float) -> bool:
 Sampler = Greedy | Sample
 
 
-def check_sampling(sampler: object, key: object) -> Array | None:
+def check_sampling(sampler: object, key: object, rows: int | None = None) -> Array | None:
     """Checks the sampling arguments of a call.
 
     Args:
       sampler: a sampling method. A callable of another class with the same signature is valid.
       key: a random key, as an array of keys or as the numbers of one (``jax.random.PRNGKey``); or None.
+      rows: the number of rows, each of which may have a key of its own; None = one key alone is valid.
 
     Returns:
-      The key as `jax.random.key` makes it, or None.
+      The key as `jax.random.key` makes it, or [rows] keys; or None.
 
     Raises:
       InputError: if either is something else.
@@ -198,11 +199,13 @@ def check_sampling(sampler: object, key: object) -> Array | None:
         raise InputError(f"sampler must be a sampling method such as Greedy() or Sample(top_p=0.9); got {sampler!r}.")
     if key is None:
         return None
-    if isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    shapes = [()] if rows is None else [(), (rows,)]
+    if isinstance(key, jax.Array) and key.shape in shapes and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key
     if isinstance(key, jax.Array) and key.ndim == 1 and key.dtype == jnp.uint32:
         try:
             return jax.random.wrap_key_data(key)
         except TypeError:  # not as many numbers as a key has
             pass
-    raise InputError(f"key must be a random key, as from jax.random.key(0); got {key!r}.")
+    several = "" if rows is None else f", or {rows}, one per row"
+    raise InputError(f"key must be a random key, as from jax.random.key(0){several}; got {key!r}.")

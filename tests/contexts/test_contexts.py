@@ -114,6 +114,16 @@ def test_copies_and_joined_rows_are_the_rows(monkeypatch):
     fork = contexts.rows(context, [1, 1])
     turns = [contexts.extend(model(), each, TOKENS[:2, :3]) for each in (fork, contexts.rows(fork, [1, 0]))]
     assert_equal(*turns)
+    # Forks with equal keys are sampled alike, wherever their rows are; a row with a key is the row alone.
+    keys, options = jax.random.split(jax.random.key(7), 2), {"max_new_tokens": 6, "sampler": kvjax.Sample()}
+    three = contexts.rows(context, [1, 1, 1])
+    drawn = contexts.decode(model(), three, key=keys[np.array([0, 1, 0])], **options).tokens
+    np.testing.assert_array_equal(drawn[0], drawn[2])
+    assert (drawn[0] != drawn[1]).any()
+    alone = contexts.decode(model(), contexts.rows(context, [1]), key=keys[1], **options).tokens
+    np.testing.assert_array_equal(drawn[1], alone[0])
+    with pytest.raises(InputError, match=r"key must be a random key, as from jax.random.key\(0\), or 3, one per row"):
+        contexts.decode(model(), three, key=keys, **options)
     assert_equal(contexts.rows(contexts.join(fork, context), [2, 3, 4]), context)
     # Rows in larger arrays go on as in their own.
     full = begun(policies.full())
