@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import POLICY
 from kvjax.models.experts import ROUTER
 from kvjax.models.model import Model
 from kvjax.models.offload import LAYER, in_host_memory
@@ -70,6 +71,8 @@ class WeightCodes:
     def takes(self, path: Sequence[str]) -> bool:
         """Returns whether the parameter of a path from the root of the tree becomes codes."""
         in_layer = path[0].startswith(LAYER) and path[-1] == "kernel" and path[-2] != ROUTER
+        # Parameters of policies, such as a gate's, are part of a calibration and stay float32.
+        in_layer = in_layer and POLICY not in path
         return in_layer or (self.head and tuple(path) == HEAD)
 
     def group_of(self, path: Sequence[str], inputs: int) -> int:
@@ -124,9 +127,9 @@ def as_weight_codes(weights: WeightCodes | str | None) -> WeightCodes | None:
 def quantize_weights(model: Model, bits: int = 4, group: int | None = GROUP, *, head: bool = False) -> Model:
     """Returns the model with its projections quantized to integers; it can be used like any other model.
 
-    The leaves ``kernel`` of the parameters become `kvjax.products.QuantizedMatrix`, with scales in the dtype of the
-    model. At most one matrix more than before is held at a time if the caller keeps no reference to the exact ones;
-    `kvjax.load` with ``weights=`` never holds more than one exact matrix.
+    The leaves ``kernel`` of the parameters, except those of policies, become `kvjax.products.QuantizedMatrix`, with
+    scales in the dtype of the model. At most one matrix more than before is held at a time if the caller keeps no
+    reference to the exact ones; `kvjax.load` with ``weights=`` never holds more than one exact matrix.
 
     Args:
       model: with exact weights.

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import kvjax
 from kvjax import policies, selection
 from kvjax.errors import ConfigError, InputError
 from kvjax.models import shapes, skew
+from kvjax.models.decoder import POLICY
 from kvjax.models.offload import offload
 from kvjax.models.parameters import parameter_count
 from kvjax.models.quantize import parameter_bytes
@@ -35,6 +37,9 @@ def decoded(model: kvjax.Model) -> kvjax.Model:
 
 
 def test_generation_is_that_of_the_decoded_weights():
+    # Calibrations of policies are not weights, whatever their arrays are called.
+    calibrations = (model.params["layer_0"]["attention"][POLICY] for model in (coded(), tiny().model))
+    chex.assert_trees_all_equal(*calibrations)
     tokens = random_tokens(2, 20)
     arguments = {"max_new_tokens": 8}
     got = kvjax.generate(coded(), tokens, policies.h2o(12), **arguments)
