@@ -123,7 +123,7 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
         "state": arrays_digest(state, logits, tokens, resolved),
         "slots": [[list(group.slots) for group in layer] for layer in context.layout.decode],
         "runs": [[run.start, run.stop] for run in stacked_runs(context.state.layers)],
-        "boundaries": [[list(span) for span in own] for own in context.boundaries],
+        "boundaries": [[dataclasses.astuple(span) for span in own] for own in context.boundaries],
     }  # fmt: skip
     about["about"] = _fields_digest(about)
 

@@ -1,5 +1,7 @@
 """Rewinds contexts: forgets their last tokens."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,5 +97,5 @@ def _cut(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:
     made = [each for each in spans if each.stop < length]
     if length and (rest := spans[len(made) :]):
         start = made[-1].stop if made else 0
-        made.append(rest[0]._replace(stop=length, block=min(rest[0].block, length - start)))
+        made.append(dataclasses.replace(rest[0], stop=length, block=min(rest[0].block, length - start)))
     return tuple(made)

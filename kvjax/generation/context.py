@@ -19,7 +19,9 @@ Array = jax.Array
 PAD = -1  # after the last token of a row
 
 
-class Span(NamedTuple):
+@jax.tree_util.register_static  # no leaf of a result
+@dataclasses.dataclass(frozen=True)
+class Span:
     """Consecutive tokens of a row that were fed in blocks of one size.
 
     Attributes:

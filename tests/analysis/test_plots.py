@@ -89,6 +89,8 @@ def test_every_measure_has_its_figure():
     # Functions that choose the budgets, heads or ranks of a cache.
     others |= {"budgets", "density_weights", "divided", "entropy_weights", "head_gates", "passkeys", "replay_scores"}
     others |= {"search_ranks", "shortened", "train_directions"}
+    # Measures that experiments.after_prompt puts in tables.
+    others |= {"output_error", "recurrences"}
     measures = {name for name in analysis.__all__ if name.islower()} - others
     assert measures == {name.removeprefix("plot_") for name in dir(plots) if name.startswith("plot_")}
     assert {name.split()[0] for name in FIGURES} == measures

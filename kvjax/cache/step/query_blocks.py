@@ -118,17 +118,17 @@ def _chosen(
     count, batch, kv_heads, group = query.shape[:4]
     choose = functools.partial(_chosen_at_once, selection, index, units=units, view=view)
     query = jax.lax.stop_gradient(query)
-    together = max(1, SCORES // (batch * kv_heads * group * units))
-    if count <= together:
+    most_blocks = max(1, SCORES // (batch * kv_heads * group * units))
+    if count <= most_blocks:
         return choose(query, at)
-    parts = -(-count // together)
-    padding = parts * together - count
+    parts = -(-count // most_blocks)
+    padding = parts * most_blocks - count
 
     def split(x: Array, fill: int) -> Array:
         padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
-        return padded.reshape(parts, together, *x.shape[1:])
+        return padded.reshape(parts, most_blocks, *x.shape[1:])
 
-    # [parts, together, B, K, P] each
+    # [parts, most_blocks, B, K, P] each
     found = jax.lax.map(lambda inputs: choose(*inputs), (split(query, 0), split(at, EMPTY)))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], found)
 
