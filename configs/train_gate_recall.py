@@ -1,6 +1,6 @@
 """Trains kvjax-tiny-gate: kvjax-tiny's gate for a fifth of the prompt, on KVzip+'s scores of facts, stories and books.
 
-Paper: KVzap (arXiv:2601.07891), with windows of its own.
+Paper: KVzap (arXiv:2601.07891); its training texts are others.
 Expected: kvjax/pretrained/kvjax-tiny-gate/README.md.
 Hardware: any CPU; a quarter of an hour on two cores that do other work too.
 Command: python -m experiments.train_gate --config=train_gate_recall --config.texts=FILE,FOLDER,... \

@@ -102,7 +102,7 @@ class TrainGateConfig:
     rows: the number of windows of a step.
     steps: the number of steps of the run.
     batches: the number of different batches of windows, which steps use in turn; the scores that replay and
-      replay_share train on are computed once per batch, and held in memory. none = windows of its own in each step.
+      replay_share train on are computed once per batch, and held in memory. none = each step has new windows.
     evaluate_every: the number of steps between evaluations.
     checkpoint_every: the number of steps between checkpoints.
     log_every: the number of steps between log lines.

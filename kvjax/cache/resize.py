@@ -16,11 +16,11 @@ Array = jax.Array
 def refuses(group: Group) -> str | None:
     """Returns why the arrays of a group cannot change their size, or None if they can."""
     if not isinstance(group.arrangement, SlotArrangement):
-        return f"storage {group.storage.label} holds tokens together, in arrays that are made for a number of tokens"
+        return f"storage {group.storage.label} encodes tokens in blocks, in arrays whose size is fixed at the prompt"
     if group.storage.on_host:
-        return f"storage {group.storage.label} is in host memory, in arrays that are made for a number of tokens"
+        return f"storage {group.storage.label} is in host memory, in arrays whose size is fixed at the prompt"
     if not group.selection.reads_all:
-        return f"selection {group.selection.name} has an index that is made for a number of tokens"
+        return f"selection {group.selection.name} has an index whose size is fixed at the prompt"
     return None
 
 

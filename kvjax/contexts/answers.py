@@ -59,8 +59,8 @@ def decode(
       The new tokens. ``context`` is the context after them, and ``state`` its cache.
 
     Raises:
-      InputError: see `kvjax.generation.generate.decode`; arrays that cannot grow have too few slots; or the model has
-        no positions for so many tokens.
+      InputError: see `kvjax.generation.generate.decode`; arrays that cannot grow have too few slots; or the
+        text is longer than the model's positions.
       StorageError: see `kvjax.generation.generate.decode`.
       NonFiniteError: see `kvjax.generate`.
     """

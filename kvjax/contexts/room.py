@@ -38,7 +38,7 @@ def with_room(context: Context, fed: np.ndarray) -> Context:
     length = distributed.to_host(context.state.length)
     changed: list[tuple[Group, ...]] = []
     for index, (early, late) in enumerate(zip(layout.prompt, layout.decode, strict=True)):
-        # What a compressor has left of a prompt must be counted.
+        # After a compressor, the number of live slots is known from the cache only.
         counted = any(before.evicts and not after.evicts for before, after in zip(early, late, strict=True))
         live = _live(context.state, index) if counted else [length] * len(late)
         changed.append(

@@ -73,7 +73,7 @@ def extend(
 
     Raises:
       InputError: tokens, lengths, rows, block or turns that are not valid; another model; arrays that cannot grow have
-        too few slots; the model has no positions for so many tokens; or the cache cannot be compressed again.
+        too few slots; the text is longer than the model's positions; or the cache cannot be compressed again.
       PolicyError: the new budget cannot work.
     """
     model = own_model(model, context)

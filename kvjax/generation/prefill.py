@@ -120,7 +120,7 @@ def run_batch(
       following: the number of tokens after a prompt that arrays are made for.
       options: blocks of the prompt, limits and implementation.
       last_fed: see `prepare`.
-      first: run only so many tokens of each prompt; arrays and budgets are those of whole prompts. None = all.
+      first: the number of tokens of each prompt to run; arrays and budgets are those of whole prompts. None = all.
       check: raises an error for a layout that the caller cannot use, before anything runs.
     """
     whole = batch.lengths

@@ -187,7 +187,7 @@ def check_sampling(sampler: object, key: object, rows: int | None = None) -> Arr
     Args:
       sampler: a sampling method. A callable of another class with the same signature is valid.
       key: a random key, as an array of keys or as the numbers of one (``jax.random.PRNGKey``); or None.
-      rows: the number of rows, each of which may have a key of its own; None = one key alone is valid.
+      rows: the number of rows, for a key per row; None = only a single key is valid.
 
     Returns:
       The key as `jax.random.key` makes it, or [rows] keys; or None.

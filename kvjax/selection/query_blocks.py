@@ -21,7 +21,7 @@ class QueryBlocks:
 
     Each block reads its own tokens up to each query, the oldest and the newest pages before the block, and those of the
     largest score of the others. A page has one score per query head: the mean or the maximum over the block's queries.
-    The query heads of a KV head then rank pages together, as in a decoding step, and read the same ones.
+    The query heads of a KV head then rank pages jointly, as in a decoding step, and read the same ones.
 
     Without chosen pages, this is the A-shape of StreamingLLM (arXiv:2309.17453) and of MInference (arXiv:2407.02490),
     in whole pages.

@@ -201,7 +201,7 @@ def test_kept_contexts_are_those_of_a_prompt_that_is_cut(monkeypatch):
     assert_equal(again, whole._replace(snapshots=()))
     # Rows hold no more than their budgets: half of 24, 17 and 20.
     assert [len(row[0]) for row in whole.kept(0)] == [12, 8, 10]
-    # What cannot be cut is refused before anything runs.
+    # A prompt that cannot be cut is refused before the model runs.
     monkeypatch.setattr(generation.prefill, "run_prompts", None)
     with pytest.raises(InputError, match="snapkv compresses whole prompts; leave out keep"):
         begun(policies.snapkv(8, window=4), keep=(8,))

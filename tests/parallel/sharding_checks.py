@@ -176,7 +176,7 @@ def parameters(config: DecoderConfig) -> Any:
 
     def drawn(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].key
-        # Of kernels [in, out] and embeddings [V, E] as they are initialised, and noise; norms are about one.
+        # Kernels [in, out] and embeddings [V, E] are initialised at this size, here with noise; norms are about 1.
         fan = {"kernel": leaf.shape[-2:][0], "tokens": leaf.shape[-1]}.get(name)
         size = 0.1 if fan is None else math.sqrt(1 / fan + 0.01)
         return jnp.asarray(size * rng.normal(size=leaf.shape) + (name == "scale"), leaf.dtype)

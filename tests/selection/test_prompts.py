@@ -100,7 +100,7 @@ def test_a_prompt_is_the_reference(name, monkeypatch):
     """Returns the outputs of the prompt; what follows is as after a prompt that is read whole."""
     made, _, heads, block, window = CASES[name]
     if name == "quest":
-        # Of 10 blocks in one shot, 4 are ranked at once.
+        # The prompt has 10 blocks, and 4 of them are ranked at once.
         monkeypatch.setattr(query_blocks, "SCORES", 4 * len(PROMPTS) * HEADS[heads][0] * 29)
     given, group = case(heads, block, window), HEADS[heads][0] // HEADS[heads][1]
     run = layers.run(CacheSpec(policies.full(), selection=made), given)
@@ -206,7 +206,7 @@ def products_of_heads(jaxpr, times: int = 1) -> int:
             depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
             found += 2 * times * depth * math.prod(equation.outvars[0].aval.shape) if batch else 0
         inside = times * equation.params["length"] if equation.primitive.name == "scan" else times
-        # Of the branches for several platforms, the products by XLA.
+        # A program has a branch for each platform; the one by XLA has the products.
         programs = jax.tree.leaves(tuple(equation.params.values()), is_leaf=is_program)
         found += max((products_of_heads(each, inside) for each in filter(is_program, programs)), default=0)
     return found
@@ -239,7 +239,7 @@ def test_a_plan_says_what_is_left():
         kvjax.planning.plan(config, policies.full(), selection=each, **arguments) for each in (look, None)
     )
     assert planned.full_prompt_flops == whole.prompt_flops == whole.full_prompt_flops
-    # Of 400 queries, the first 192 in one segment of tiles, and four blocks of 192 slots; 400 of 400 otherwise.
+    # The first 192 of 400 queries are one segment of tiles, and the others are four blocks that read 192 slots.
     scores, scored = 192 * 192 + 4 * 64 * 192, 4 * 25 * 4
     assert planned.prompt_flops == 4 * 8 * (4 * scores + scored) and whole.prompt_flops == 4 * 8 * 4 * 400 * 400
     assert "Attention over the prompts computes 11 MFLOP, 54 % of the 20.5 MFLOP of prompts" in planned.table()

@@ -102,7 +102,7 @@ def _refuses_query_blocks(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_head
         return None
     if sizes.block % blocks.size:
         return (
-            f"prefill_block={sizes.block} divides blocks of queries that read pages together (in_prompt); use a "
+            f"prefill_block={sizes.block} divides blocks of queries that read the same pages (in_prompt); use a "
             f"multiple of query_block={blocks.size}, or leave prefill_block out."
         )
     if branch.prompt.budget is not None and branch.prompt.when == "step":

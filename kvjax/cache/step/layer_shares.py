@@ -18,7 +18,7 @@ Array = jax.Array
 def shared_by_layers(kv: KVState, phase: Phase) -> KVState:
     """Returns a cache of replayed prompts whose budgets are the slots of each head, [B, K] int32 per layer and group.
 
-    The heads of all layers are ranked together, see `kvjax.policies.Shared`; those that keep everything have no budget.
+    One ranking covers the heads of all layers that have a budget; see `kvjax.policies.Shared`.
 
     Args:
       kv: the cache after the replay, in the arrays of the prompt phase; its budgets are [B] int32 per layer and group.

@@ -190,7 +190,8 @@ def _after_reading(pool: Pool, output: Array) -> Array:
 
     In a step that evicts nothing, no write would depend on what is read, and neither would the values that a merge
     writes. XLA would then copy every store that is read and written in the same step; see
-    `kvjax.cache.slots.after_reading`. Only the positions of the step's own tokens, if these are apart, must wait.
+    `kvjax.cache.slots.after_reading`. If the step's own tokens are in other
+    arrays, only their positions must wait.
     """
     batch, kv_heads = pool.position.shape[:2]
     size, n = pool.layer.position.shape[2], output.shape[2]
