@@ -34,7 +34,7 @@ ROOMS = [
     {"cache"},
     {"models", "generation.sampling"},
     {"checkpoint"},
-    {"generation"},
+    {"generation", "speculation"},
     {"contexts"},
     {"presets", "specs.parse"},
     {"planning", "analysis", "training", "lm_eval", "serve"},
