@@ -4,7 +4,6 @@ Everything that differs between requests is data of a row: stop tokens, sampling
 decodes all of them, and a row takes another request without a new trace.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from kvjax.numerics.finite import PAD, only_finite
 from kvjax.parallel import host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.serve.sampling import Leaf, Settings, choose
+from kvjax.serve.swap import put_row
 
 Array = jax.Array
 
@@ -155,10 +155,7 @@ def admit(rows: Rows, state: KVState, logits: Array, source: Array, row: Array, 
         key=key, sampling=sampling, seen=_with_token(seen, token), given=entry.given[None],
         given_length=entry.given_length[None], fed=jnp.ones((1,), jnp.int32),
     )  # fmt: skip
-    keys = rows.key.at[row].set(new.key[0])
-    put = functools.partial(jax.tree.map, lambda whole, own: host_memory.put_row(whole, row, own))
-    replaced: Rows = put(rows._replace(key=()), new._replace(key=()))  # type: ignore[arg-type]
-    return replaced._replace(key=keys)
+    return put_row(rows, row, new)
 
 
 # Steps taken, rows, row-steps [R], tokens and log-probabilities [R, 1 + CHUNK].

@@ -50,7 +50,7 @@ class Job:
         return self.given + self.request.max_new_tokens - self.count
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Ready:
     """A job whose prompt has been run.
 
@@ -66,7 +66,7 @@ class Ready:
 
 
 class Intake:
-    """Waiting requests, in the order in which they came.
+    """Waiting requests, by priority, and then in the order in which they came.
 
     Attributes:
       prompt_tokens: the number of tokens of prompts that have been run.
@@ -93,7 +93,10 @@ class Intake:
 
     def add(self, job: Job) -> None:
         """Adds a request."""
-        self._waiting.append(job)
+        place = len(self._waiting)
+        while place and self._waiting[place - 1].request.priority < job.request.priority:
+            place -= 1
+        self._waiting.insert(place, job)
 
     def drop(self, job: Job) -> None:
         """Forgets a request that was cancelled."""
@@ -113,7 +116,7 @@ class Intake:
           wanted: how many.
           limited: whether rows are running, so that the turn's tokens are a limit.
         """
-        while len(self._ready) < wanted and not (limited and self._spent >= self._turn_tokens):
+        while not self._are_ready(wanted) and not (limited and self._spent >= self._turn_tokens):
             # A block of a long prompt and short prompts take turns, so that neither waits for all of the other.
             ran = (self._run_block() if self._block_next else 0) or self._run_short() or self._run_block()
             if not ran:
@@ -122,7 +125,30 @@ class Intake:
 
     def take(self) -> Ready | None:
         """Takes the next job whose prompt has been run."""
-        return self._ready.popleft() if self._ready else None
+        if (found := self._next_ready) is not None:
+            self._ready.remove(found)
+        return found
+
+    @property
+    def ready(self) -> Job | None:
+        """The job that `take` returns next."""
+        return None if (found := self._next_ready) is None else found.job
+
+    @property
+    def waiting(self) -> Job | None:
+        """The job whose prompt is run next."""
+        return self._waiting[0] if self._waiting else None
+
+    @property
+    def _next_ready(self) -> Ready | None:
+        return max(self._ready, key=lambda each: each.job.request.priority, default=None)
+
+    def _are_ready(self, wanted: int) -> bool:
+        """Whether so many prompts are ready that go before the next one that waits."""
+        if self.waiting is None:
+            return len(self._ready) >= wanted
+        least = self.waiting.request.priority
+        return sum(each.job.request.priority >= least for each in self._ready) >= wanted
 
     def _run_block(self) -> int:
         """Dispatches the next block of a long prompt; returns the number of its tokens, 0 if there is none."""

@@ -38,6 +38,9 @@ class Request:
         token's position, and on no other request.
       prefix: a state that the request continues; see `kvjax.serve.prefix`.
       early: whether its first tokens are sent as soon as possible; the chunk that chooses them is then a short one.
+      priority: requests of a higher priority are served first, and take the rows of others if none is free; see
+        `kvjax.serve.preemption`. Among equal ones, the one that was submitted first. (vLLM's field of this name, and
+        the HTTP server's, has the opposite sign: there the lowest number is served first.)
       until: see `Until`; for ends that are no single token. It is called on the host after every chunk of tokens, and a
         request may hold its row until the end of the next chunk.
     """
@@ -50,6 +53,7 @@ class Request:
     number: int | None = None
     prefix: "Prefix | None" = None
     early: bool = False
+    priority: int = 0
     until: Until | None = None
 
     def __repr__(self) -> str:
@@ -119,6 +123,7 @@ class Checked:
     number: int
     prefix: "Prefix | None"
     early: bool
+    priority: int
     until: Until | None
 
 
@@ -148,7 +153,7 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
     return Checked(
         tokens.astype(np.int32).reshape(-1), request.max_new_tokens, check_stops(stop, request.stop), own,
         None if request.seed is None else _below("seed", request.seed, SEEDS), _below("number", number, NUMBERS),
-        request.prefix, request.early, request.until,
+        request.prefix, request.early, _priority(request.priority), request.until,
     )  # fmt: skip
 
 
@@ -182,6 +187,12 @@ def check_stops(shared: np.ndarray, own: int | Sequence[int]) -> np.ndarray:
             f"stop must be at most {MAX_STOPS} token ids of at least 0, including those of the runner; got {stop}."
         )
     return stop
+
+
+def _priority(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise InputError(f"priority must be a whole number, higher = served sooner; got {shown(value)}.")
+    return int(value)
 
 
 def _below(name: str, value: int, limit: int) -> int:

@@ -29,6 +29,7 @@ from kvjax.selection.base import Selection
 from kvjax.serve import decode_loop, saved
 from kvjax.serve import prefix as prefixes
 from kvjax.serve.intake import Intake, Job
+from kvjax.serve.preemption import SWAP_BYTES, SwapSpace, order, preempted_row, yields_to
 from kvjax.serve.prefix import Prefix
 from kvjax.serve.prompts import AUTO, Prompts
 from kvjax.serve.request import (
@@ -42,6 +43,7 @@ from kvjax.serve.request import (
     check_stops,
 )
 from kvjax.serve.sampling import settings
+from kvjax.serve.swap import swap_in
 from kvjax.storage.base import Storage
 
 Array = jax.Array
@@ -57,12 +59,16 @@ class Load:
     Attributes:
       rows: its rows.
       running: requests in rows.
-      waiting: requests that have no row yet.
+      waiting: requests that have no row.
+      swapped: those of them that had one, which a request of a higher priority has taken.
+      swapped_bytes: bytes of their states in host memory.
     """
 
     rows: int
     running: int
     waiting: int
+    swapped: int = 0
+    swapped_bytes: int = 0
 
 
 @dataclasses.dataclass
@@ -78,6 +84,8 @@ class Counts:
       useful_row_steps: steps of rows that had a request which went on.
       reads: times that the host has waited for the device.
       prompt_tokens: tokens of prompts that were run.
+      preemptions: times that a request has lost its row to one of a higher priority.
+      swapped_bytes: bytes that these have moved to host memory; as many move back.
     """
 
     requests: int = 0
@@ -88,6 +96,8 @@ class Counts:
     useful_row_steps: int = 0
     reads: int = 0
     prompt_tokens: int = 0
+    preemptions: int = 0
+    swapped_bytes: int = 0
 
 
 @dataclasses.dataclass
@@ -129,6 +139,7 @@ class Runner:
         chunk: int = CHUNK,
         refill: int | None = None,
         turn_tokens: int = TURN_TOKENS,
+        swap_bytes: int = SWAP_BYTES,
         implementation: Implementation = "auto",
         storage: Storage | None = None,
         selection: Selection | None = None,
@@ -149,6 +160,8 @@ class Runner:
           chunk: the most steps between two reads of the host, 1 to `CHUNK`.
           refill: the number of idle rows at which a chunk ends if requests wait; None for an eighth of the rows.
           turn_tokens: the number of tokens of prompts, padding included, after which the running rows go on.
+          swap_bytes: bytes of host memory for the rows of requests that others of a higher priority have taken; 0 =
+            no request loses its row.
           implementation: see `kvjax.CacheOptions`.
           storage: see `kvjax.CacheOptions`.
           selection: see `kvjax.CacheOptions`.
@@ -176,6 +189,7 @@ class Runner:
         self._rows_count, self._chunk = rows, chunk
         self._refill = max(1, rows // 8) if refill is None else min(refill, rows)
         self._intake = Intake(self.prompts, look=rows, turn_tokens=turn_tokens)
+        self._swapped = SwapSpace(swap_bytes)
         self._rows: decode_loop.Rows | None = None
         self._jobs: list[Job | None] = [None] * rows
         self._flights: collections.deque[_Flight] = collections.deque()
@@ -236,6 +250,7 @@ class Runner:
         job.ended = True
         self._cancelled.append(job)
         self._intake.drop(job)
+        self._swapped.drop(job)
         return True
 
     @property
@@ -247,7 +262,8 @@ class Runner:
     def load(self) -> Load:
         """The load at the moment."""
         running = sum(job is not None and not job.ended for job in self._jobs)
-        return Load(self._rows_count, running, sum(not job.ended for job in self._alive.values()) - running)
+        waiting = sum(not job.ended for job in self._alive.values()) - running
+        return Load(self._rows_count, running, waiting, len(self._swapped), self._swapped.nbytes)
 
     def explain(self) -> str:
         """Describes the cache and how prompts are run."""
@@ -277,11 +293,12 @@ class Runner:
                 self._admit()
                 self._dispatch()
             self._run_prompts()
-            if not self._intake:
+            if not self._some_wait:
                 # No row is refilled: the next chunk need not wait for what this one has produced.
                 self._dispatch_ahead()
             found = self._read()
             self.counts.prompt_tokens = self._intake.prompt_tokens
+            self.counts.preemptions, self.counts.swapped_bytes = self._swapped.preemptions, self._swapped.moved_bytes
             if not self._flights:
                 self._admit()
                 self._dispatch()
@@ -291,25 +308,44 @@ class Runner:
 
     def _run_prompts(self) -> None:
         """Dispatches prompts for the rows that are free, and for those that will be free next."""
-        free = sum(job is None or job.ended for job in self._jobs)
-        self._intake.run(free + self._refill, limited=free < self._rows_count)
+        running = [job for job in self._jobs if job is not None and not job.ended]
+        free, next_one = self._rows_count - len(running), self._intake.waiting
+        taken = sum(yields_to(job, next_one) for job in running) if self._swapped.fits(self._rows) else 0
+        self._intake.run(free + taken + self._refill, limited=bool(running))
 
     def _admit(self) -> None:
-        """Gives free rows to the jobs that are ready."""
+        """Gives free rows to the jobs that are ready, and rows of others to those of a higher priority."""
         self._run_prompts()
         for row, job in enumerate(self._jobs):
-            if job is not None and not job.ended:
-                continue
-            ready = self._intake.take()
-            self._jobs[row] = None if ready is None else ready.job
-            if ready is None:
-                continue
-            started, entry = ready.started, self._entry(ready.job)
+            if job is None or job.ended:
+                self._fill(row)
+        while self._swapped.fits(self._rows) and (urgent := self._intake.ready) is not None:
+            taken = preempted_row(self._jobs, urgent)
+            if taken is None or (job := self._jobs[taken]) is None or self._rows is None:
+                return
+            self._swapped.put(job, self._rows, taken)
+            self._fill(taken)
+
+    def _fill(self, row: int) -> None:
+        """Gives a row to the first job that has a state, or to none."""
+        swapped, ready = self._swapped.first, self._intake.ready
+        self._jobs[row] = None
+        if swapped is not None and (ready is None or order(swapped) < order(ready)):
+            assert self._rows is not None
+            back = self._swapped.take()
+            self._jobs[row], self._rows = back.job, swap_in(self._rows, row, back.held)
+        elif (taken := self._intake.take()) is not None:
+            started, entry = taken.started, self._entry(taken.job)
             if self._rows is None:
                 self._rows = decode_loop.empty_rows(started.state, entry, rows=self._rows_count)
-            self._rows = decode_loop.admit(
-                self._rows, started.state, started.logits, np.int32(ready.source), np.int32(row), entry
-            )
+            self._jobs[row], self._rows = taken.job, decode_loop.admit(
+                self._rows, started.state, started.logits, np.int32(taken.source), np.int32(row), entry
+            )  # fmt: skip
+
+    @property
+    def _some_wait(self) -> bool:
+        """Whether there is a request without a row."""
+        return bool(self._intake or self._swapped)
 
     def _entry(self, job: Job) -> decode_loop.Entry:
         own = job.request
@@ -342,7 +378,7 @@ class Runner:
         with compiling.announced(compiling.tokens_of(phase)):
             self._rows, chunk = decode_loop.decode_chunk(
                 self.model.params, self._rows, going_on, np.int32(steps),
-                np.int32(self._refill if self._intake else self._rows_count + 1), config=self.model.config,
+                np.int32(self._refill if self._some_wait else self._rows_count + 1), config=self.model.config,
                 phase=phase, min_row_steps=TOKENS_PER_READ,
             )  # fmt: skip
         self._flights.append(_Flight(chunk, list(self._jobs), steps))

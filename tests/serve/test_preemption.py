@@ -1,0 +1,145 @@
+"""Rows that others take: a request whose state waited in host memory goes on as if it had stayed."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import contexts, policies, selection, storage
+from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.layer_stack import stacked_runs
+from kvjax.errors import InputError
+from kvjax.generation.sampling import Sample
+from kvjax.models import layer_loop
+from kvjax.serve import Request, Runner
+from kvjax.serve.swap import row_bytes, swap_in, swap_out
+from tests.tiny import VOCAB, tiny
+
+STATES = {
+    "stacked layers, row memory": CacheSpec(policies.rkv(8)),
+    "blocks of codes": CacheSpec(policies.full(), storage.kivi()),
+    "codes on the host": CacheSpec(policies.h2o(9), storage.int4(memory="host")),
+    "index of pages": CacheSpec(policies.full(), selection=selection.quest(page=4, budget=8)),
+}
+PROMPT, NEW = 24, 20
+
+
+@functools.cache
+def prompts() -> np.ndarray:
+    return np.random.default_rng(3).integers(4, VOCAB, (3, PROMPT))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_row_in_another_place_is_equal_to_the_bit(name, monkeypatch):
+    """Every array of a cache moves, and so do random keys; the other rows stay as they are."""
+    if "stacked" in name:
+        monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.STACKED)
+    context = contexts.prefill(tiny(layers=2).model, prompts(), STATES[name])
+    assert bool(stacked_runs(context.state.layers)) == ("stacked" in name)
+    batch = (context.state, jax.random.split(jax.random.key(0), 3))
+    before = [_numbers(leaf) for leaf in jax.tree.leaves(batch)]
+    held = swap_out(batch, 0)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(held)} == {"pinned_host"}
+    assert row_bytes(batch) == sum(leaf.nbytes for leaf in jax.tree.leaves(held))
+    memories = [leaf.sharding for leaf in jax.tree.leaves(batch)]
+    moved = swap_in(batch, 2, held)
+    assert [leaf.sharding for leaf in jax.tree.leaves(moved)] == memories
+    for leaf, old in zip(jax.tree.leaves(moved), before, strict=True):
+        np.testing.assert_array_equal(_numbers(leaf), old[[0, 1, 0]])
+
+
+def _numbers(leaf):
+    keys = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if keys else leaf)
+
+
+def runner_for(**options):
+    spec = CacheSpec(policies.h2o(9), storage.int8())
+    limits = Limits(prompt=PROMPT, new_tokens=NEW)
+    return Runner(tiny(layers=1).model, spec, rows=2, limits=limits, chunk=4, key=jax.random.key(9), **options)
+
+
+def requests(priorities):
+    """A request for each priority, every second one sampled."""
+    return [
+        Request(
+            tokens=prompts()[number % 3], max_new_tokens=NEW, number=number, priority=priority,
+            sampler=Sample(temperature=1.3) if number % 2 else None,
+        )
+        for number, priority in enumerate(priorities)
+    ]  # fmt: skip
+
+
+@functools.cache
+def undisturbed():
+    """The results of six requests that never lose their rows."""
+    runner = runner_for()
+    for request in requests([0] * 6):
+        runner.submit(request)
+    return {result.id: result for result in runner}
+
+
+def test_the_more_urgent_request_takes_a_row():
+    """By priority, then in the order of arrival; and all results are those of requests that are not disturbed."""
+    runner = runner_for()
+    first = requests([0, 1, 0, 5, 1, 7])
+    for request in first[:3]:
+        runner.submit(request)
+    runner.step()
+    assert runner.load.running == 2 and runner.load.waiting == 1 and not runner.load.swapped
+    for request in first[3:]:
+        runner.submit(request)
+    ended, most = [], 0
+    for progress in runner.stream():
+        load = runner.load
+        most = max(most, load.swapped)
+        assert (load.swapped_bytes > 0) == (load.swapped > 0) and load.waiting >= load.swapped
+        if progress.result is not None:
+            ended.append(progress.result)
+    # Of the first two, which had run, the one of higher priority goes on before request 4.
+    ids = [result.id for result in ended]
+    assert {*ids[:2]} == {3, 5} and ids[2:] == [1, 4, 0, 2] and most == 2
+    assert runner.counts.preemptions == 2 and runner.load.swapped_bytes == 0
+    assert runner.counts.swapped_bytes == 2 * row_bytes(runner._rows)
+    for result in ended:
+        own = undisturbed()[result.id]
+        np.testing.assert_array_equal(result.tokens, own.tokens)
+        np.testing.assert_array_equal(result.logprobs, own.logprobs)
+        assert result.reason == own.reason
+
+
+def test_no_row_is_taken_without_room_or_by_an_equal():
+    for options, priorities in ({"swap_bytes": 0}, [0, 0, 9]), ({}, [3, 3, 3]):
+        runner = runner_for(**options)
+        for request in requests(priorities)[:2]:
+            runner.submit(request)
+        runner.step()
+        runner.submit(requests(priorities)[2])
+        assert [result.id for result in runner] == [0, 1, 2] and not runner.counts.preemptions
+
+
+def test_a_request_without_its_row_can_be_cancelled():
+    runner = runner_for()
+    *lower, high = requests([0, 1, 2])
+    for request in lower:
+        runner.submit(request)
+    runner.step()
+    urgent = runner.submit(high)
+    while not runner.load.swapped:
+        runner.step()
+    assert runner.cancel(0) and not runner.load.swapped and not runner.load.swapped_bytes
+    found = {result.id: result for result in runner}
+    assert found[0].reason == "cancelled" and found[urgent].reason == "length"
+    count = len(found[0].tokens)
+    assert 0 < count < NEW
+    np.testing.assert_array_equal(found[0].tokens, undisturbed()[0].tokens[:count])
+
+
+def test_what_is_refused():
+    with pytest.raises(InputError, match="swap_bytes must be a whole number of bytes"):
+        runner_for(swap_bytes=-1)
+    with pytest.raises(InputError, match="priority must be a whole number"):
+        runner_for().submit(Request(tokens=[4], max_new_tokens=1, priority=0.5))
+    assert kvjax.serve.Request(tokens=[4], max_new_tokens=1).priority == 0
