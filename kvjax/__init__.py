@@ -13,7 +13,7 @@ Text and tokens
 Contexts
   A `Context` is the cache after some tokens, as a value. `contexts` has the functions that begin one, continue it turn
   by turn, generate from it, copy or join its rows, and keep it in a folder. `chat` answers a message (`Reply`) in a
-  conversation that is one context.
+  conversation that is one context. A `PrefixStore` has contexts by their tokens, for texts that begin alike.
 
 Caches
   `CacheSpec` is a policy, a storage and a selection. `policies`: which slots stay, such as ``policies.h2o(0.2)``.
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from kvjax.checkpoint.huggingface import load
     from kvjax.checkpoint.writer import save
     from kvjax.contexts.chats import Reply, chat
+    from kvjax.contexts.prefix_store import PrefixStore
     from kvjax.generation.cartridge import Cartridge, cartridge
     from kvjax.generation.context import Context
     from kvjax.generation.generate import Generation, generate
@@ -87,6 +88,7 @@ __all__ = [
     "Limits",
     "LogLikelihood",
     "Model",
+    "PrefixStore",
     "Reply",
     "Rules",
     "Sample",
@@ -124,6 +126,7 @@ _load, __dir__ = lazy.attach(
         "kvjax.checkpoint.huggingface": ("load",),
         "kvjax.checkpoint.writer": ("save",),
         "kvjax.contexts.chats": ("Reply", "chat"),
+        "kvjax.contexts.prefix_store": ("PrefixStore",),
         "kvjax.generation.cartridge": ("Cartridge", "cartridge"),
         "kvjax.generation.context": ("Context",),
         "kvjax.generation.generate": ("Generation", "generate"),

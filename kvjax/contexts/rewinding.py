@@ -38,7 +38,7 @@ def rewind(model: Model, context: Context, length: ArrayLike) -> Context:
         a context whose tokens are not known.
     """
     model = own_model(model, context)
-    if reason := _refuses(context.layout):
+    if reason := reason_against(context.layout):
         raise InputError(
             f"this context cannot be rewound: {reason}. Keep shorter contexts, with keep= of kvjax.contexts.prefill."
         )
@@ -68,8 +68,8 @@ def rewind(model: Model, context: Context, length: ArrayLike) -> Context:
     )
 
 
-def _refuses(layout: CacheLayout) -> str | None:
-    """Returns what a cache remembers besides the slots of its tokens, or None if it remembers nothing."""
+def reason_against(layout: CacheLayout) -> str | None:
+    """Returns why a cache cannot be rewound: what it remembers besides the slots of its tokens; None if it can."""
     if not layout.keeps_all:
         return f"{layout.name} evicts, and what it has evicted does not come back"
     if any(group.needs or group.memory or group.writes for group in layout.groups):

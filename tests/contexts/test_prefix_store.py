@@ -1,0 +1,171 @@
+"""`PrefixStore`: a lookup returns what the text would have had, never what another text has left."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheSpec, contexts, policies, storage
+from kvjax.contexts.state_trie import Key, StateTrie
+from kvjax.errors import InputError
+from kvjax.generation.context import Span
+from tests.tiny import assert_same_state, kept, random_tokens, tiny
+
+TOKENS = random_tokens(1, 32, seed=11)[0]
+LIMITS = kvjax.Limits(prompt=32, new_tokens=16)
+
+
+def model():
+    return tiny(layers=1).model
+
+
+def prefill(spec, length=32, **options):
+    return contexts.prefill(model(), TOKENS[:length], spec, limits=LIMITS, **options)
+
+
+def store_of(*made, max_bytes=1 << 30):
+    store = kvjax.PrefixStore(max_bytes)
+    for each in made:
+        assert store.add(each)
+    return store
+
+
+def test_a_full_cache_is_found_at_any_length():
+    whole = prefill(policies.full())
+    store = store_of(whole, prefill(policies.full(), 12))
+    assert store.longest(TOKENS) is whole and store.saved_tokens == 32
+    # A text that leaves it after 20 tokens, and one that ends there.
+    other = np.concatenate([TOKENS[:20], (TOKENS[20:26] + 1) % 64])
+    expected = prefill(policies.full(), 20)
+    for text in (other, TOKENS[:20]):
+        found = store.longest(text)
+        np.testing.assert_array_equal(found.text[0], TOKENS[:20])
+        np.testing.assert_allclose(found.logits, expected.logits, atol=1e-4)
+        assert_same_state(found.state, expected.state, 0, atol=1e-4)
+    # The shorter context, as it is: it was not shortened.
+    assert len(store.longest([*TOKENS[:12], 1, 2]).text[0]) == 12
+    assert store.longest((TOKENS + 1) % 64) is None
+    assert (len(store), store.hits, store.misses) == (2, 4, 1) and store.saved_tokens == 32 + 19 + 19 + 12
+    assert len(whole.text[0]) == 32
+
+
+#: The cache, how it is stored, the text's boundaries, and the number of tokens that are found of 32, or None.
+CASES = {
+    "one shot": (policies.h2o(8), {"length": 16}, None, None),
+    "the whole prompt": (policies.h2o(0.25), {}, None, 32),
+    "blocks": (policies.h2o(8), {"length": 16, "prefill_block": 8}, None, 16),
+    "a part of a block": (policies.h2o(8), {"length": 12, "prefill_block": 8}, None, None),
+    "codes": (CacheSpec(policies.roco(8, guard=2), storage.int8()), {"length": 16, "prefill_block": 8}, None, 16),
+    "another budget": (policies.h2o(0.25), {"length": 16, "prefill_block": 8}, None, None),
+    "the same turn": (policies.h2o(0.5), {"length": 16}, (Span(16, 16), Span(32, 16)), 16),
+    "another turn": (policies.h2o(8), {"length": 16}, (Span(17, 17), Span(32, 15)), None),
+    "a compressor": (policies.snapkv(8, window=4), {"length": 16}, None, None),
+    "in blocks": (policies.snapkv(8, window=4), {"length": 16, "prefill_block": 8}, None, None),
+    "its prompt": (policies.snapkv(8, window=4), {"length": 16}, (Span(16, 16), Span(32, 16, "append")), 16),
+    "compressed again": (policies.snapkv(8, window=4), {"length": 16}, (Span(16, 16), Span(32, 16, "compress")), 16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_under_eviction_boundaries_and_budgets_are_equal(name):
+    spec, options, boundaries, expected = CASES[name]
+    context = prefill(spec, **options)
+    store = store_of(context)
+    found = store.longest(TOKENS, boundaries=boundaries)
+    assert found is (None if expected is None else context)
+    if name == "blocks":
+        # What follows is then that of the whole prompt.
+        block = options["prefill_block"]
+        whole, made = prefill(spec, prefill_block=block), contexts.extend(model(), found, TOKENS[16:], block=block)
+        np.testing.assert_allclose(made.logits, whole.logits, atol=1e-4)
+        assert kept(made.state, 0) == kept(whole.state, 0) and made.boundaries == whole.boundaries
+
+
+def test_turns_and_generated_tokens_are_found_by_their_boundaries():
+    """Turns that are appended to a compressed prompt evict nothing, so that their cuts make no difference."""
+    for spec, cut in ((policies.h2o(8), None), (policies.snapkv(8, window=4), (Span(16, 16), Span(32, 16, "append")))):
+        made = contexts.decode(model(), prefill(spec, 16), max_new_tokens=4).context
+        text = np.concatenate([made.text[0], TOKENS[:4]])
+        store = store_of(made)
+        assert store.longest(text) is None
+        own = (*made.boundaries[0], Span(len(text), 4, "prompt" if cut is None else "append"))
+        assert store.longest(text, boundaries=own) is made
+        assert store.longest(text, boundaries=cut or (Span(16, 16), Span(len(text), 8))) is (made if cut else None)
+
+
+def test_the_least_recently_used_is_dropped():
+    one = prefill(policies.full(), 8)
+    room = store_of(one).nbytes
+    assert room > one.logits.nbytes + sum(leaf.nbytes for leaf in one.layout.kept(one.state, 0)[0])
+    store = kvjax.PrefixStore(3 * room + room // 2)
+    texts = [np.full(8, number) for number in range(5)]
+    made = [contexts.prefill(model(), text, policies.full(), limits=LIMITS) for text in texts]
+    for context in made[:3]:
+        store.add(context)
+    assert store.longest(texts[0]) is made[0]
+    store.add(made[1])  # it is there, and used
+    store.add(made[3])
+    assert [store.longest(text) is not None for text in texts] == [True, True, False, True, False]
+    store.add(made[4])
+    assert [store.longest(text) is not None for text in texts] == [False, True, False, True, True]
+    assert store.nbytes == 3 * room == store.counts(None).nbytes
+    assert not kvjax.PrefixStore(room - 1).add(one)
+    store.clear()
+    assert (len(store), store.nbytes) == (0, 0)
+
+
+def test_namespaces_and_caches_never_meet():
+    full, h2o = prefill(policies.full(), 16), prefill(policies.h2o(8), 16)
+    store = kvjax.PrefixStore(1 << 30)
+    store.add(full, namespace="one")
+    assert store.longest(TOKENS, namespace="other") is None and store.longest(TOKENS) is None
+    assert store.counts("other").states == store.counts("other").hits == 0 and store.counts("one").misses == 0
+    store.add(h2o, namespace="one")
+    with pytest.raises(InputError, match=r"contexts of several caches \(full, h2o\); give made="):
+        store.longest(TOKENS, namespace="one")
+    assert store.longest(TOKENS[:16], made=h2o.made, namespace="one") is h2o
+    assert store.longest(TOKENS, made=full.made, namespace="one") is full
+    other = contexts.prefill(tiny(layers=1, seed=1).model, TOKENS[:16], policies.full(), limits=LIMITS)
+    assert store.longest(TOKENS, made=other.made, namespace="one") is None
+
+
+def test_contexts_that_cannot_be_stored():
+    store = kvjax.PrefixStore(1e9)
+    with pytest.raises(InputError, match="contexts of one row, and this one has 2"):
+        store.add(contexts.rows(prefill(policies.full(), 8), [0, 0]))
+    with pytest.raises(InputError, match="its tokens or its cache are not known"):
+        store.add(prefill(policies.full(), 8)._replace(tokens=None))
+    for wrong in (0, "1GB", True):
+        with pytest.raises(InputError, match="max_bytes must be a number"):
+            kvjax.PrefixStore(wrong)
+
+
+def test_the_trie_against_a_list():
+    """Random texts that share beginnings: lookups, the order in which states are dropped, and no node is left over."""
+    rng = np.random.default_rng(0)
+    trie, model_of, most = StateTrie(400), [], 400
+    for number in range(3_000):
+        tokens = rng.integers(0, 2, rng.integers(1, 12)).astype(np.int32)
+        text, key = tuple(tokens.tolist()), Key(rng.integers(2), None)
+        common = [
+            next((i for i, (a, b) in enumerate(zip(text, own, strict=False)) if a != b), min(len(text), len(own)))
+            for place, own, _ in model_of
+            if place == key
+        ]  # fmt: skip
+        assert trie.nearest(key, tokens)[1] == max(common, default=0)
+        along = sorted((own for place, own, _ in model_of if place == key and text[: len(own)] == own), key=len)
+        assert [tuple(each.tokens.tolist()) for each in trie.along(key, tokens)] == along[::-1]
+        if number % 3 and along:
+            used = next(iter(trie.along(key, tokens)))
+            trie.use(used, 0)
+            entry = next(each for each in model_of if each[:2] == (key, along[-1]))
+            model_of = [*(each for each in model_of if each is not entry), entry]
+        else:
+            size = int(rng.integers(1, 60))
+            trie.add(key, tokens, None, size)
+            known = next((each for each in model_of if each[:2] == (key, text)), (key, text, size))
+            model_of = [*(each for each in model_of if each is not known), known]
+            while sum(each[2] for each in model_of) > most:
+                model_of.pop(0)
+        assert trie.total().nbytes == sum(each[2] for each in model_of) <= most
+    trie.clear()
+    assert not trie._roots and trie.total().states == 0
