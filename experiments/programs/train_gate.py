@@ -24,7 +24,7 @@ from experiments.runs.session import Session, describe
 from experiments.tasks import score
 from experiments.training import checkpoints
 from experiments.training.config import files
-from experiments.tuning import gate_config, windows
+from experiments.tuning import gate_config, least_squares, windows
 from experiments.tuning.gate_config import TrainGateConfig, check
 from kvjax import policies, training
 from kvjax.models.model import Model
@@ -76,7 +76,6 @@ def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, wr
     setup = training.Setup(model.config, gate, _retentions(config, policy, model.config.num_layers))
     objective = _objective(config, model, size)
     objective.check(gate)
-    optimizer = optimizer_of(config)
     inputs: JsonObject = {"texts": windows.checksums(config), "model": identity.of_weights(config.model.path)}
     first = first_gate(config, model, gate)
     if first is not None:
@@ -89,7 +88,14 @@ def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, wr
         trained = setup.initial(jax.random.key(config.seed), objective.bias)
         if first is not None:
             trained = [dict(layer[gate.name]) for layer in first.layers]
-        state: State = {"trained": trained, "optimizer": optimizer.init(trained), "step": jnp.int32(0)}
+        if config.solver == gate_config.LEAST_SQUARES:
+            assert isinstance(objective, training.ReplayedScore)
+            memory, step = least_squares.initial(setup), least_squares.make_step(config, setup, objective)
+            trained = jax.device_get(trained)
+        else:
+            optimizer = optimizer_of(config)
+            memory, step = optimizer.init(trained), make_step(config, setup, objective, optimizer)
+        state: State = {"trained": trained, "optimizer": memory, "step": jnp.int32(0)}
         if start:
             state = manager.restore(start, args=ocp.args.StandardRestore(state))
 
@@ -129,16 +135,15 @@ def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, wr
             evaluate(0, state)
         count = sum(leaf.size for leaf in jax.tree.leaves(trained))
         _say(f"training {count:,} numbers by {config.objective}, {config.rows} windows of {size} tokens; compiling ...")
-        step = make_step(config, setup, objective, optimizer)
         state = run_steps(config, step, state, model, texts, start, (manager, log, progress), evaluate=evaluate)
     training.calibration_of(model, gate, state["trained"]).save(folder / GATE)
     final = {**baselines, "learned": measured(policy, state["trained"])}
     log.close()
     about = [
         describe(model, own.model),
-        f"{gate!r} trained by {config.objective}: {count:,} numbers, {config.steps} steps of {config.rows} windows of "
-        f"{size} tokens; {len(held_out)} held-out windows of {shape.prompt_length} prompt tokens and "
-        f"{config.evaluation.new_tokens} scored ones, under a budget of {config.keep.budget}.",
+        f"{gate!r} trained by {config.objective} ({config.solver}): {count:,} numbers, {config.steps} steps of "
+        f"{config.rows} windows of {size} tokens; {len(held_out)} held-out windows of {shape.prompt_length} prompt "
+        f"tokens and {config.evaluation.new_tokens} scored ones, under a budget of {config.keep.budget}.",
         f"On {environment['device']} ({environment['cpu']}); jax {environment['jax']}.",
     ]
     print(f"\n{_report(folder, config, final, about, command)}\n", flush=True)

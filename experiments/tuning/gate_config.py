@@ -15,6 +15,7 @@ from kvjax.errors import ConfigError
 LINEAR, MLP, QKV, SINK, CHANNEL, ATTENTION = "linear", "mlp", "qkv", "sink", "channel", "attention"  # gates
 NEXT_TOKEN, DISTILL, REPLAY, SHARE, ANSWER = "next_token", "distill", "replay", "replay_share", "answer"  # objectives
 DELAYED, ADMISSION, PROMPT = "delayed_eviction", "admission", "prompt_eviction"
+GRADIENT, LEAST_SQUARES = "gradient", "least_squares"  # solvers
 GATES = (LINEAR, MLP, QKV, SINK, CHANNEL, ATTENTION)
 OBJECTIVES = (NEXT_TOKEN, DISTILL, REPLAY, SHARE, ANSWER, DELAYED, ADMISSION, PROMPT)
 #: Outputs of gates that an objective needs.
@@ -85,6 +86,8 @@ class TrainGateConfig:
     keep: the slots that the policy learned keeps.
     objective: next_token (the loss under the budget), replay (KVzap), replay_share (Fast KVzip), distill (TRIM-KV),
       answer (Locret), delayed_eviction (DMS), admission (WG-KV) or prompt_eviction (Attention-Gate).
+    solver: gradient (AdamW), or least_squares, which fits a linear gate to the replay's scores in closed form: a step
+      adds its windows to sums over all windows, and one of five steps chooses the ridge of each head.
     relax: how gradients of next_token reach scores, st (straight through) or soft (soft gates).
     temperature: the temperature of soft gates at the first step.
     last_temperature: the temperature of soft gates at the last step, reached geometrically.
@@ -115,6 +118,7 @@ class TrainGateConfig:
     gate: GateConfig = dataclasses.field(default_factory=GateConfig)
     keep: KeepConfig = dataclasses.field(default_factory=KeepConfig)
     objective: Text = NEXT_TOKEN
+    solver: Text = GRADIENT
     relax: Text = "st"
     temperature: Number = 0.5
     last_temperature: Number = 0.5
@@ -147,6 +151,7 @@ def check(config: TrainGateConfig) -> None:
     for name, given, valid in (
         ("gate.kind", config.gate.kind, GATES),
         ("objective", config.objective, OBJECTIVES),
+        ("solver", config.solver, (GRADIENT, LEAST_SQUARES)),
         ("relax", config.relax, ("st", "soft")),
         ("gate.output", config.gate.output, ("auto", "none", "sigmoid", "log_sigmoid")),
     ):
@@ -154,7 +159,9 @@ def check(config: TrainGateConfig) -> None:
             raise ConfigError(f"{name}={given!r} is unknown; {did_you_mean(given, valid)}valid: {', '.join(valid)}.")
     if config.gate.kind in (LINEAR, CHANNEL) and config.gate.width is not None:
         raise ConfigError(f"gate.width={config.gate.width}: a {config.gate.kind} gate has no width; leave it out.")
-    if config.optimizer.warmup_steps >= config.steps:
+    if config.solver == LEAST_SQUARES:
+        _check_closed_form(config)
+    elif config.optimizer.warmup_steps >= config.steps:
         raise ConfigError(f"optimizer.warmup_steps={config.optimizer.warmup_steps} must be below steps={config.steps}.")
     if not config.optimizer.clip:
         raise ConfigError("optimizer.clip=0.0 sets every gradient to 0; give a number above 0, such as 1.0.")
@@ -184,6 +191,22 @@ def check(config: TrainGateConfig) -> None:
             f"{', '.join(recall.TASKS)}."
         )
     threshold(config)
+
+
+def _check_closed_form(config: TrainGateConfig) -> None:
+    """Refuses settings whose loss is not a squared error that is linear in the gate's parameters, once per window."""
+    for name, given, valid, reason in (
+        ("objective", config.objective, (REPLAY,), "the loss of others is not a squared error to known scores"),
+        ("gate.kind", config.gate.kind, (LINEAR,), "others are not linear in their parameters"),
+        ("gate.output", config.gate.output, ("auto", "none"), "an output function is not linear"),
+        ("batches", config.batches, (None,), "a window that is seen again adds nothing"),
+        ("start", config.start, ("",), "the result does not depend on the first parameters"),
+    ):
+        if given not in valid:
+            raise ConfigError(
+                f"{name}={given!r} does not fit solver={LEAST_SQUARES}: {reason}; give "
+                f"{' or '.join(str(each).lower() or repr(each) for each in valid)}, or solver={GRADIENT}."
+            )
 
 
 def threshold(config: TrainGateConfig) -> float | None:

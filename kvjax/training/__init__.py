@@ -8,10 +8,12 @@ Objectives are losses of the gates of a `Setup`: `NextToken`, `Distillation` (TR
 Fast KVzip; `Replayer` computes its targets), `AnswerAttention` (Locret), and for gates with a threshold
 `DelayedEviction` (DMS), `PromptEviction` (Attention-Gate) and `Admission` (WG-KV). `calibration_of` makes a calibration
 of trained gates, which `kvjax.policies.learned` takes. `train_gate` trains a gate on tokens, and ``python -m
-experiments.train_gate`` on text files. `train_merge` trains the parameters of a merge (`kvjax.policies.lococo`).
+experiments.train_gate`` on text files. `fit_gate` fits a linear gate to the scores of a replay in closed form.
+`train_merge` trains the parameters of a merge (`kvjax.policies.lococo`).
 """
 
 from kvjax.training.gated_attention import GatedAttention
+from kvjax.training.least_squares import FittedGate, fit_gate
 from kvjax.training.merges import train_merge
 from kvjax.training.objectives import (
     AnswerAttention,
@@ -34,8 +36,8 @@ from kvjax.training.thresholds import Admission, DelayedEviction, PromptEviction
 from kvjax.training.train import TrainedGate, train_gate
 
 __all__ = [
-    "Admission", "AnswerAttention", "DelayedEviction", "Distillation", "Examples", "GatedAttention", "NextToken",
-    "Objective", "Progress", "PromptEviction", "ReplayedScore", "Replayer", "Retention", "Setup", "TrainedGate",
-    "calibration_of", "decayed_weights", "gated_weights", "masked_weights", "soft_gates", "train_gate", "train_merge",
-    "visible",
+    "Admission", "AnswerAttention", "DelayedEviction", "Distillation", "Examples", "FittedGate", "GatedAttention",
+    "NextToken", "Objective", "Progress", "PromptEviction", "ReplayedScore", "Replayer", "Retention", "Setup",
+    "TrainedGate", "calibration_of", "decayed_weights", "fit_gate", "gated_weights", "masked_weights", "soft_gates",
+    "train_gate", "train_merge", "visible",
 ]  # fmt: skip

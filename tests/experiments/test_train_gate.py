@@ -44,20 +44,25 @@ def config(folder, tmp_path) -> TrainGateConfig:
     )
 
 
-def test_an_interrupted_run_resumes_exactly(config, tmp_path, monkeypatch):
-    whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
-    train_gate.train_gate(whole, progress=False)
+def interrupted(config, monkeypatch, step: int) -> None:
+    """Runs until the windows of a step are asked for."""
     batch = Windows.batch
 
-    def ended(self, step, rows, size):
-        if step == 5:
+    def ended(self, number, rows, size):
+        if number == step:
             raise KeyboardInterrupt
-        return batch(self, step, rows, size)
+        return batch(self, number, rows, size)
 
     with monkeypatch.context() as patch:
         patch.setattr(Windows, "batch", ended)
         with pytest.raises(KeyboardInterrupt):
             train_gate.train_gate(config, progress=False)
+
+
+def test_an_interrupted_run_resumes_exactly(config, tmp_path, monkeypatch):
+    whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
+    train_gate.train_gate(whole, progress=False)
+    interrupted(config, monkeypatch, 5)
     other = fields.override(config, "keep.recent", 3)
     with pytest.raises(ConfigError, match="contains a run at step 4 with different keep; give its settings"):
         train_gate.train_gate(other, progress=False)
@@ -123,6 +128,39 @@ def test_objectives_lower_their_losses(config, objective):
     train_gate.train_gate(config, progress=False)
     found = losses(config)
     assert min(found[11], found[12]) < found[1]
+
+
+def test_a_gate_in_closed_form_resumes_exactly(config, monkeypatch):
+    """Checkpoints have the sums over windows. The gate is fitted where a line of the log or an evaluation is due."""
+    config = dataclasses.replace(
+        config, gate=GateConfig(), keep=KeepConfig(budget=8, recent=2), objective="replay", solver="least_squares",
+        evaluation=EvaluationConfig(windows=1, new_tokens=2), steps=3, evaluate_every=3, checkpoint_every=1,
+        log_every=2,
+    )  # fmt: skip
+    whole = dataclasses.replace(config, output=f"{config.output}-whole")
+    monkeypatch.setattr(train_gate, "_nats", lambda *_: [0.0])  # losses under caches are those of other tests
+    interrupted(config, monkeypatch, 2)
+    for each in (whole, config):
+        train_gate.train_gate(each, progress=False)
+    one, two = (kvjax.load_calibration(Path(each.output) / "gate.safetensors") for each in (whole, config))
+    assert one.hash == two.hash and losses(whole) == losses(config) and list(losses(config)) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("objective", "answer", "objective='answer' does not fit solver=least_squares: .* give replay"),
+        ("gate.kind", "mlp", "gate.kind='mlp' does not fit .* give linear, or solver=gradient"),
+        ("batches", 3, "batches=3 does not fit solver=least_squares: .* give none"),
+        ("start", "gate.safetensors", "the result does not depend on the first parameters; give ''"),
+        ("solver", "newton", "valid: gradient, least_squares"),
+    ],
+)
+def test_settings_that_have_no_closed_form(config, path, value, message):
+    config = dataclasses.replace(config, gate=GateConfig(), objective="replay", solver="least_squares")
+    check(dataclasses.replace(config, steps=1))
+    with pytest.raises(ConfigError, match=message):
+        check(fields.override(config, path, value))
 
 
 @pytest.mark.parametrize(
