@@ -124,8 +124,8 @@ class Measurement:
     def scores(self, full: "Measurement | None") -> dict[str, JsonObject]:
         """Returns the scores of each task.
 
-        Task -> what it is (``about``), its ``scores``, those that tables of all tasks show (``headline``), and the
-        first of these question by question (``by_question``).
+        Task -> what it is (``about``), its ``scores``, those that tables of all tasks show (``headline``), the
+        first of these question by question (``by_question``), and of conversations turn by turn (``by_turn``).
         """
         found = {}
         for name, each in self.asked.items():
@@ -134,6 +134,8 @@ class Measurement:
             shown = [score for score in each.headline if score in scores]
             by_question = each.by_question(self.answers[name])
             found[name] = {"about": each.about, "scores": scores, "headline": shown, "by_question": by_question}
+            if turns := each.by_turn(self.answers[name]):
+                found[name]["by_turn"] = turns
         return found
 
     def row(self, full: "Measurement | None", chunk: int | None = None) -> JsonObject:

@@ -72,6 +72,10 @@ class Asked(abc.ABC):
     def by_question(self, answers: Sequence[Answer]) -> list[float]:
         """Returns the first score of `headline` of each question by itself, from which intervals are computed."""
 
+    def by_turn(self, answers: Sequence[Answer]) -> list[list[float]]:
+        """Returns the score of each turn of each question, where a question is a conversation; otherwise nothing."""
+        return []
+
     def grid(self, answers: Sequence[Answer]) -> "Grid | None":
         """The answers as a table of two quantities, for tasks that vary these."""
         return None

@@ -20,10 +20,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.tasks import multiple_choice, ruler
+from experiments.tasks import multiple_choice, recall_turns, ruler
 from experiments.tasks.jsonl import JsonLines
 from experiments.tasks.needles import FORMS, Needles
 from experiments.tasks.published import SOURCES, Instructions, MultipleChoice, Reconstruction, Summaries
+from experiments.tasks.recall_turns import RecallTurns
 from experiments.tasks.ruler import Ruler
 from experiments.tasks.spec import TaskSpec
 from kvjax.arguments import did_you_mean
@@ -39,6 +40,7 @@ TASKS: Mapping[str, Factory] = {
     "alpaca": functools.partial(Instructions, "alpaca"),
     **{name: functools.partial(Needles, name) for name in FORMS},
     **{f"ruler_{name}": functools.partial(Ruler, name) for name in ruler.TASKS},
+    **{f"recall_{kind}": functools.partial(RecallTurns, kind) for kind in recall_turns.KINDS},
 }
 _CALL = re.compile(r"\s*([^()]+?)\s*(\(.*\))?\s*", re.DOTALL)
 _FILE = re.compile(r"(.+\.py):(\w+)")  # FILE.py:factory
