@@ -26,21 +26,19 @@ from tests.conftest import ROOT, XLA_FLAGS
 
 #: Cases that run here; every other one runs by its name, and is like one of these.
 RUN = (
-    "tova", "ranks in blocks", "one KV head", "roco in blocks", "roco, few candidates", "smaller while decoding",
-    "int8", "parts of heads", "residual", "residual by ranks", "kivi", "optimal, residual", "quest", "lserve",
-    "retrieval", "infinigen", "infinigen, ends", "infinigen, few candidates", "infinigen, residual", "tokenselect",
-    "tokenselect, anew", "think h2o", "low_rank codes less", "kvquant in blocks", "kv_heads", "cskv in blocks",
-    "optimal of latents", "cam", "d2o", "kvmerger in blocks", "merge of roco", "merge by ranks",
-    "merge after a prompt", "razor in blocks", "smaller, in codes", "kvquant less", "by rank in blocks",
-    "by rank, residual", "by rank, merged", "by rank, compressed in blocks", *BY_XLA,
+    "tova", "one KV head", "roco, few candidates", "int8", "parts of heads", "residual", "kivi", "lserve",
+    "retrieval", "infinigen, ends", "infinigen, few candidates", "infinigen, residual", "tokenselect", "think h2o",
+    "low_rank codes less", "kvquant in blocks", "kv_heads", "cskv in blocks", "optimal of latents", "cam",
+    "kvmerger in blocks", "merge of roco", "merge by ranks", "merge after a prompt", "razor in blocks",
+    "smaller, in codes", "by rank in blocks", "by rank, residual", "by rank, merged", "by rank, compressed in blocks",
+    *BY_XLA,
 )  # fmt: skip
 #: Collectives of a step of all heads, without those of a search that runs where it is needed; 2 where it is not said.
 COLLECTIVES = {
-    "roco in blocks": 4, "roco, few candidates": 4, "smaller while decoding": 3, "kivi": 1, "optimal, residual": 3,
-    "infinigen": 4, "infinigen, ends": 4, "infinigen, few candidates": 5, "infinigen, residual": 4, "tokenselect": 3,
-    "tokenselect, anew": 3, "cskv in blocks": 1, "optimal of latents": 4, "low_rank codes less": 3, "cam": 3, "d2o": 3,
-    "kvmerger in blocks": 3, "merge by ranks": 2, "merge after a prompt": 3, "merge of roco": 5, "razor in blocks": 2,
-    "ranks in blocks": 1, "residual by ranks": 1, "parts of heads": 3, "smaller, in codes": 4, "kvquant less": 3,
+    "roco, few candidates": 4, "kivi": 1, "infinigen, ends": 4, "infinigen, few candidates": 5,
+    "infinigen, residual": 4, "tokenselect": 3, "cskv in blocks": 1, "optimal of latents": 4,
+    "low_rank codes less": 3, "cam": 3, "kvmerger in blocks": 3, "merge by ranks": 2, "merge after a prompt": 3,
+    "merge of roco": 5, "razor in blocks": 2, "parts of heads": 3, "smaller, in codes": 4,
     "by rank, compressed in blocks": 1, "by rank, merged": 3,
 }  # fmt: skip
 

@@ -32,9 +32,9 @@ from kvjax.models.parameters import parameter_shapes
 from kvjax.numerics.rope import Rope
 from kvjax.parallel import sharding
 from kvjax.planning.roofline import decode_shapes
-from kvjax.selection import Selection, everything, infinigen, optimal, quest
+from kvjax.selection import Selection, everything, infinigen, quest
 from kvjax.serve import Request, Runner
-from kvjax.storage import Storage, dense, int8, read, think
+from kvjax.storage import Storage, dense, int8, read
 from tests import conftest
 
 ROWS, WIDTH, NEW = 8, 24, 12
@@ -75,7 +75,6 @@ class Case:
       ragged: whether the rows have prompts of different lengths.
       positions: see `CacheSpec`.
       scored: whether to run `log_likelihood` too, besides `generate`.
-      merge: name of the policy's merge.
       every: slots that a head evicts at once.
       storage: see `CacheSpec`.
       selection: see `CacheSpec`.
@@ -92,7 +91,6 @@ class Case:
     ragged: bool = False
     positions: str = "original"
     scored: bool = False
-    merge: str | None = None
     every: int = 1
     storage: Storage = dataclasses.field(default_factory=dense)
     selection: Selection = dataclasses.field(default_factory=everything)
@@ -115,8 +113,6 @@ class Case:
             more["window"] = 4
         if self.policy == "lazy":
             more["alpha"] = 0.1
-        if self.merge is not None:
-            more["merge"] = policies.MERGES[self.merge]()
         policy = policies.by_name(self.policy, positions=self.positions, **more)
         return CacheSpec(policy, self.storage, self.selection)
 
@@ -127,14 +123,10 @@ _LIST = [
     Case("gqa", "h2o", "data:2,model:4", ragged=True, scored=True, layers=2),
     Case("experts", "full", "data:4,model:2", ragged=True),
     Case("gqa", "window", "model:2", positions="cache"),
-    # What a merge moves is whole keys, of what is evicted alone.
-    Case("gqa", "roco", "data:1,model:8", merge="d2o", parts=8),
-    Case("gqa", "h2o", "data:1,model:8", merge="cam", ragged=True, parts=8),
-    # KV heads that the devices do not divide: slots are divided.
+    # KV heads that the devices do not divide: slots are divided. What that does to a layer under each kind of policy,
+    # merge, storage and selection is in tests/cache/test_context.py.
     Case("mqa", "h2o", "data:2,model:4", prefill_block=8, ragged=True, scored=True, parts=4),
-    Case("gqa", "h2o", "data:1,model:8", prefill_block=8, storage=int8(), parts=8),
     Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2, refilled=True),
-    Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2, storage=think(0.4, 8, 4)),
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
     # Rounds, in rows that are due in different steps, and memories of queries and of rounds.
     Case("gqa", "gkv", "data:2,model:4", prefill_block=8, ragged=True, every=3),
@@ -144,7 +136,6 @@ _LIST = [
     Case("mqa", "lazy", "data:2,model:4", ragged=True, every=3, parts=1),
     Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0, **IN_PROMPT)),
     Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0), parts=4, refilled=True),
-    Case("gqa", "full", "data:1,model:8", selection=optimal(6), parts=8),
     Case(
         "gqa",
         "full",
@@ -160,7 +151,6 @@ CASES = {
         [c.model, c.policy, c.mesh, f"block{c.prefill_block}" if c.prefill_block else "oneshot"]
         + ["ragged"] * c.ragged
         + ["ranks"] * (c.positions == "cache")
-        + ([c.merge] if c.merge else [])
         + ([c.storage.label.replace(" ", "_")] if c.storage.new_tokens_separate else [])
         + ([f"residual{c.storage.residual}"] if c.storage.residual else [])
         + ([c.selection.name] if not c.selection.reads_all else [])
