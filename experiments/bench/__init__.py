@@ -16,6 +16,7 @@
   python -m experiments.bench decode --shape=opt-6.7b --dtype=bfloat16 --batch=64 --context=2048 --tokens=2048
   python -m experiments.bench device --dtype=bfloat16
   python -m experiments.bench transfers
+  python -m experiments.bench swap --policies=h2o --context=512,2048 --against=none
   python -m experiments.bench first_use --rounds=3
   python -m experiments.bench gguf --against=llama.cpp --model=smollm2-135m-instruct
   python -m experiments.bench lm_eval --data=FOLDER --policies=full,h2o --batch=16 --shots=0,5
@@ -61,6 +62,8 @@ model, --caches="quest(budget=1024, in_prompt=True)" a full cache whose selectio
 of attention are those that XLA computes; "CPU ms" are of all cores of the process, which other load disturbs less.
 device: bytes and FLOPs per second of reading, copying and a large product, and the published peaks of a known device.
 transfers: bytes per second between a device and the pinned memory of its host.
+swap: a row of a batch of --batch rows (8), filled with random keys and values, to host memory and back into another
+row, under each policy and with a full cache: bytes, milliseconds, bytes per second.
 memory: bytes beyond the weights by context length: of the compiled programs, and the peak of the process.
 kernels: attention with one query per head, and a layer's whole decoding step under h2o, in every implementation: bytes
 per second, relative to a copy; a shape that fits in the processor's cache can exceed 100 %. --kinds selects attention

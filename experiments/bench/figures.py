@@ -216,6 +216,18 @@ def _transfers(rows: Sequence[Row]) -> "Figure":
     return figure
 
 
+def _swap(rows: Sequence[Row]) -> "Figure":
+    shown = [
+        {"name": f"{row['policy']}, {row['context']:,} tokens, {way}", "GB/s": row[f"{way} GB/s"]}
+        for row in rows
+        for way in ("out", "in")
+    ]
+    figure, panels = new_figure(1, figsize=(8, 1.2 + 0.32 * len(shown)))
+    _bars(panels[0, 0], shown, "name", "GB/s", ".2f")
+    style(panels[0, 0], "A row to host memory and back", "GB/s (median)")
+    return figure
+
+
 def _lm_eval(rows: Sequence[Row]) -> "Figure":
     named = [row | {"name": f"{row['task']}, {row['shots']} shots, {row['side']}"} for row in rows]
     value, unit = "times as fast", "times as fast as --model hf (median)"
@@ -256,6 +268,7 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "kernels": _kernels,
     "device": _device,
     "transfers": _transfers,
+    "swap": _swap,
     "gguf": _gguf,
     "lm_eval": _lm_eval,
     "serve": _serve,

@@ -32,6 +32,7 @@ from experiments.bench import (
     serve,
     storages,
     stream,
+    swap,
     transfers,
 )
 from experiments.bench.names import ACCELERATOR
@@ -53,6 +54,7 @@ TASKS = {
     "kernels": kernels.run,
     "device": device.run,
     "transfers": transfers.run,
+    "swap": swap.run,
     "first_use": first_use.run,
     "gguf": gguf.run,
     "lm_eval": lm_eval.run,

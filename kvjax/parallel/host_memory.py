@@ -119,6 +119,24 @@ def put_row(whole: Array, row: Array | int, new: Array) -> Array:
     return _run_where(whole, Space.Host)(put)(whole, new, *start)
 
 
+def take_row(whole: Array, row: Array | int) -> Array:
+    """Copies one row of an array; the result is in the memory of `whole`.
+
+    Args:
+      whole: [B, ...].
+      row: int32, from 0 to B - 1.
+
+    Returns:
+      [1, ...].
+    """
+
+    def copy(whole: Array, *at: Array) -> Array:
+        return lax.dynamic_slice(whole, at, (1, *whole.shape[1:]))
+
+    start = (jnp.asarray(row, jnp.int32), *(jnp.zeros((), jnp.int32) for _ in whole.shape[1:]))
+    return _run_where(whole, Space.Host)(copy)(whole, *start)
+
+
 def take_rows(whole: Array, rows: Array) -> Array:
     """Copies rows of an array, such as a `KVState`'s for several continuations; the result is in the memory of `whole`.
 

@@ -79,6 +79,15 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "requests that may wait in addition to these; others are refused with a Retry-After",
             {"type": int, "default": 64},
         ),
+        "scheduling-policy": (
+            "which requests get a row first: fcfs = as they come; priority = those whose field priority is lowest, "
+            "and these take the rows of others",
+            {"choices": ("fcfs", "priority"), "default": "fcfs"},
+        ),
+        "swap-bytes": (
+            "bytes of host memory for requests that lose their rows to others; 0 = none does",
+            {"type": int, "default": 4 << 30},
+        ),
         "prompt": ("the largest number of tokens of a prompt", {"type": int, "default": 2048}),
         "new-tokens": ("the largest number of new tokens of a request", {"type": int, "default": 1024}),
         "prefill-block": (

@@ -10,6 +10,7 @@ import dataclasses
 import ipaddress
 import math
 import time
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
@@ -59,7 +60,7 @@ class _Group(Generic[Item]):
       open: its requests that have not ended.
       running: those that were taken.
       turn: when one was taken last.
-      waiting: those that were not taken, of an inner client.
+      waiting: those that were not taken, of an inner client, by falling priority.
       inner: the inner clients of an outer one.
     """
 
@@ -76,23 +77,35 @@ class _Group(Generic[Item]):
 
 
 class FairQueue(Generic[Item]):
-    """Requests of several clients. The next one is of the client that has the fewest running, and then in turn.
+    """Requests of several clients.
+
+    The next one is of the highest priority; among equal ones, of the client that has the fewest running, and then in
+    turn.
 
     Attributes:
       open: the number of requests that have not ended.
       shared: when several clients had some last, by `time.monotonic`.
     """
 
-    def __init__(self) -> None:
-        """Begins without requests."""
+    def __init__(self, priority: Callable[[Item], int] = lambda _: 0) -> None:
+        """Begins without requests.
+
+        Args:
+          priority: of a request.
+        """
         self.open, self.shared = 0, -math.inf
-        self._turns = 0
+        self._turns, self._priority_of = 0, priority
         self._outer: dict[str | bytes, _Group[Item]] = {}
 
     @property
     def waiting(self) -> int:
         """The number of requests that wait."""
         return sum(group.count for group in self._outer.values())
+
+    @property
+    def priority(self) -> int | None:
+        """The priority of the next request; None if none waits."""
+        return max(map(self._priority, self._ready(self._outer)), default=None)
 
     def fits(self, client: Client, count: int, places: int) -> bool:
         """Whether a client may add requests.
@@ -121,7 +134,10 @@ class FairQueue(Generic[Item]):
         """Adds a request, which waits."""
         outer = self._outer.setdefault(client.outer, _Group())
         inner = outer.inner.setdefault(client.inner, _Group())
-        inner.waiting.append(item)
+        place = len(inner.waiting)
+        while place and self._priority_of(inner.waiting[place - 1]) < self._priority_of(item):
+            place -= 1
+        inner.waiting.insert(place, item)
         self._count(client, 1, 0)
         if len(self._outer) > 1 or len(outer.inner) > 1:
             self.shared = time.monotonic()
@@ -177,7 +193,18 @@ class FairQueue(Generic[Item]):
     def _share(whole: int, groups: "dict[str | bytes, _Group[Item]]", name: str | bytes) -> int:
         return max(1, whole // (len(groups) + (name not in groups)))
 
-    @staticmethod
-    def _next(groups: "dict[str | bytes, _Group[Item]]") -> "tuple[str | bytes, _Group[Item] | None]":
+    def _next(self, groups: "dict[str | bytes, _Group[Item]]") -> "tuple[str | bytes, _Group[Item] | None]":
         ready = [(name, group) for name, group in groups.items() if group.count]
-        return min(ready, key=lambda each: (each[1].running, each[1].turn), default=("", None))
+        return min(
+            ready, key=lambda each: (-self._priority(each[1]), each[1].running, each[1].turn), default=("", None)
+        )  # fmt: skip
+
+    @staticmethod
+    def _ready(groups: "dict[str | bytes, _Group[Item]]") -> "list[_Group[Item]]":
+        return [group for group in groups.values() if group.count]
+
+    def _priority(self, group: "_Group[Item]") -> int:
+        """The highest priority of the requests of a client that wait, of which there is one."""
+        if group.waiting:
+            return self._priority_of(group.waiting[0])
+        return max(map(self._priority, self._ready(group.inner)))

@@ -77,7 +77,8 @@ class Engine:
     """Runs a runner in a thread of its own.
 
     Requests wait here, and are taken from each client in turn. The runner has as many that wait as it looks at when it
-    chooses prompts, the number of its rows, and a quarter of these where there are several clients.
+    chooses prompts, the number of its rows, and a quarter of these where there are several clients. Those of a lower
+    priority are not counted, so that none is in the way of a more urgent one.
 
     Attributes:
       error: what has ended the thread; None while all is well.
@@ -94,7 +95,7 @@ class Engine:
         self.error: Exception | None = None
         self._runner, self._max_requests = runner, runner.load.rows + most_waiting
         self._change = threading.Condition()
-        self._queue: FairQueue[Ticket] = FairQueue()
+        self._queue: FairQueue[Ticket] = FairQueue(lambda ticket: ticket.request.priority)
         self._taken: collections.deque[Ticket] = collections.deque()  # from the queue, and not submitted
         self._cancelled: list[int] = []  # ids of the runner
         self._running: dict[int, Ticket] = {}
@@ -211,8 +212,8 @@ class Engine:
         with self._change:
             cancelled, self._cancelled = self._cancelled, []
             alone = time.monotonic() - self._queue.shared > SHARED_SECONDS
-            room = load.rows + (load.rows if alone else max(1, load.rows // 4)) - load.running - load.waiting
-            while room > len(self._taken) and (ticket := self._queue.take()) is not None:
+            places = load.rows + (load.rows if alone else max(1, load.rows // 4))
+            while self._has_place(places) and (ticket := self._queue.take()) is not None:
                 self._taken.append(ticket)
         for number in cancelled:
             self._runner.cancel(number)
@@ -224,6 +225,12 @@ class Engine:
             self._load, self._counts = self._runner.load, dataclasses.replace(self._runner.counts)
         for each in progress:
             self._report(each)
+
+    def _has_place(self, places: int) -> bool:
+        """Whether the runner has fewer requests that the next one of the queue waits for."""
+        least = self._queue.priority
+        held = [*self._running.values(), *self._taken]
+        return least is not None and sum(each.request.priority >= least for each in held) < places
 
     def _admit(self, ticket: Ticket) -> None:
         if not ticket.open:

@@ -21,6 +21,8 @@ from kvjax.serve.request import Request
 from kvjax.serve.runner import Runner
 from kvjax.storage.calibration import load_calibration
 
+PRIORITY = "priority"  # of --scheduling-policy
+
 
 def runner_for(flags: argparse.Namespace) -> Runner:
     """Loads the model.
@@ -36,7 +38,7 @@ def runner_for(flags: argparse.Namespace) -> Runner:
     return Runner(
         model, spec, rows=flags.rows, limits=Limits(prompt=flags.prompt, new_tokens=flags.new_tokens),
         prefill_block=flags.prefill_block, chunk=flags.chunk, turn_tokens=max(512, flags.prompt // 8),
-        implementation=flags.implementation,
+        swap_bytes=flags.swap_bytes, implementation=flags.implementation,
     )  # fmt: skip
 
 
@@ -75,7 +77,8 @@ def serve(flags: argparse.Namespace) -> int:
         warm_up(runner)
     name = flags.name or Path(flags.model).name
     limits = runner.prompts.limits
-    served = ServerInfo(runner.model, name, prefixes, limits.prompt, limits.new_tokens)
+    by_priority = flags.scheduling_policy == PRIORITY
+    served = ServerInfo(runner.model, name, prefixes, limits.prompt, limits.new_tokens, by_priority)
     engine = Engine(runner, most_waiting=flags.waiting)
     max_connections = flags.connections or max(MAX_CONNECTIONS, PLACES * (flags.rows + flags.waiting))
     connections, hosts = Connections(max_connections), address.names(listener, flags.host)

@@ -2,7 +2,8 @@
 
 Source: the API reference at platform.openai.com, "Completions" and "Chat completions". What kvjax cannot do is refused,
 not ignored. Further fields, which the `openai` package sends from ``extra_body``: top_k, min_p, repetition_penalty,
-stop_token_ids, ignore_eos, and prefix, the name of a state that the server was given.
+stop_token_ids, ignore_eos, priority (as in vLLM: the lowest number is served first), and prefix, the name of a state
+that the server was given.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from kvjax.typing import Json, JsonObject
 
 COMPLETION_TOKENS = 16  # new tokens of a completion that does not say how many, as in OpenAI's API
 MAX_CHOICES, MAX_STOPS = 16, 16  # of a request
+MAX_PRIORITY = 1 << 31
 JSON_TYPE = "application/json"
 BUSY = "server_busy"  # the code of errors after which the same request may be sent again
 RETRY_SECONDS = 1  # after which it may
@@ -37,7 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 COMMON = {
     "model", "max_tokens", "temperature", "top_p", "n", "stream", "stream_options", "stop", "seed", "logprobs",
-    "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
+    "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "priority",
 }  # fmt: skip
 FIELDS = {"completion": COMMON | {"prompt", "prefix"}, "chat": COMMON | {"messages", "max_completion_tokens"}}
 
@@ -87,6 +89,7 @@ class ServerInfo:
       prefixes: states that requests may continue, by name.
       longest_prompt: tokens of a prompt at the most.
       max_new_tokens: new tokens of a request at the most.
+      by_priority: whether requests may have a priority.
     """
 
     model: Model
@@ -94,6 +97,7 @@ class ServerInfo:
     prefixes: Mapping[str, Prefix]
     longest_prompt: int
     max_new_tokens: int
+    by_priority: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +172,7 @@ def read(kind: str, body: JsonObject, served: ServerInfo, rendered: str | None =
     choices = _whole(body, "n", 1, 1, MAX_CHOICES)
     # A request without a seed is like no other.
     seed = _whole(body, "seed", secrets.randbelow(SEEDS), 0, SEEDS - 1)
+    priority = _priority(body, served)
     requests, texts = [], []
     for prompt in prompts:
         # The answer of a chat is a text of its own, which begins without the space between words.
@@ -186,6 +191,7 @@ def read(kind: str, body: JsonObject, served: ServerInfo, rendered: str | None =
                     number=number,
                     prefix=prefix,
                     early=stream,
+                    priority=priority,
                     until=None if text is None else text.take,
                 )
             )
@@ -385,6 +391,17 @@ def _field(body: JsonObject, name: str, kind: type, default: object) -> Json:
     if value is not default and not isinstance(value, kind):
         raise ApiError(400, f"{name} must be of type {kind.__name__}; got {type(value).__name__}.", param=name)
     return value
+
+
+def _priority(body: JsonObject, served: ServerInfo) -> int:
+    """The priority of `Request`, where higher is sooner; in a body, as in vLLM, lower is sooner."""
+    given = _whole(body, "priority", 0, -MAX_PRIORITY, MAX_PRIORITY)
+    if given and not served.by_priority:
+        raise ApiError(
+            400, f"this server takes requests in the order in which they come; got priority {given}. Start it with "
+            "--scheduling-policy=priority.", param="priority",
+        )  # fmt: skip
+    return -given
 
 
 def _whole(body: JsonObject, name: str, default: int, minimum: int, maximum: int) -> int:

@@ -73,8 +73,7 @@ def _taken(batch: PyTree, row: Array) -> PyTree:
 
     def take(whole: Array) -> Array:
         # [1, ...]
-        own = host_memory.take_rows(whole, row[None])
-        return jax.random.key_data(own) if _are_keys(whole) else own
+        return jax.random.key_data(whole[row][None]) if _are_keys(whole) else host_memory.take_row(whole, row)
 
     return jax.tree.map(take, batch)
 

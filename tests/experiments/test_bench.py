@@ -61,6 +61,12 @@ def bench(tmp_path, *arguments: str) -> list[dict]:
     return result[arguments[0]]
 
 
+def test_swap(tmp_path):
+    (row,) = bench(tmp_path, "swap", "--policies=full", "--context=40", "--batch=2", "--against=none")
+    assert row["rows"] == 2 and row["row MB"] > 0
+    assert all(row[f"{way} GB/s"] == pytest.approx(row["row MB"] / row[f"{way} ms"]) for way in ("out", "in"))
+
+
 @pytest.mark.thorough
 def test_decode(tmp_path, capsys):
     rows = bench(tmp_path, "decode", "--against=none", "--policies=h2o,roco,full", "--batch=2", "--context=20")

@@ -44,6 +44,19 @@ def test_a_client_that_floods_leaves_each_other_one_its_share():
     assert queue.open == 0 and queue.fits(A, 10, 10) and not queue.fits(A, 11, 10)
 
 
+def test_the_highest_priority_is_first_and_then_clients_share():
+    queue = FairQueue(lambda item: item[1])
+    assert queue.priority is None
+    for client, priority in ((A, 0), (A, 2), (A, 0), (B, 0), (C, 2), (A, 3)):
+        queue.add(client, (client.outer, priority, queue.open))
+    assert queue.priority == 3
+    # Of the two of priority 2, that of the client which has none running; A's others wait for those of B.
+    assert [queue.take() for _ in range(6)] == [
+        ("a", 3, 5), ("c", 2, 4), ("a", 2, 1), ("b", 0, 3), ("a", 0, 0), ("a", 0, 2)
+    ]  # fmt: skip
+    assert queue.take() is None and queue.priority is None
+
+
 def test_keys_that_are_made_up_take_nothing_from_other_addresses():
     queue = FairQueue()
     for number in range(1000):

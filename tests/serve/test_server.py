@@ -93,7 +93,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model, *, waiting=300, step=None, **options):
+def serving(model, *, waiting=300, step=None, by_priority=False, **options):
     """A server of its own; `step` replaces that of its runner, which it is given."""
     runner = Runner(model, POLICY, rows=4, limits=LIMITS, chunk=8)
     if step is not None:
@@ -101,7 +101,7 @@ def serving(model, *, waiting=300, step=None, **options):
         runner.step = lambda: step(whole)
     prefixes = {"anna": runner.prefix(model.tokenizer.encode(PROMPTS[0]))}
     engine = Engine(runner, most_waiting=waiting)
-    served = ServerInfo(model, "tiny", prefixes, LIMITS.prompt, LIMITS.new_tokens)
+    served = ServerInfo(model, "tiny", prefixes, LIMITS.prompt, LIMITS.new_tokens, by_priority)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     app = pages.make_app(engine, served, **({"hosts": ("localhost", "127.0.0.1")} | options))
     server = listening.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=WAIT), engine, grace=1)
@@ -297,6 +297,8 @@ BAD = [
     ({"prompt": "x", "temperature": float("nan")}, 400, None),
     ({"prompt": "x", "top_p": 0}, 400, None),
     ({"prompt": "x", "n": 1000}, 400, None),
+    ({"prompt": "x", "priority": 0.5}, 400, None),
+    ({"prompt": "x", "priority": 1}, 400, None),  # the server was not started for priorities
     ({"prompt": "x", "seed": 1 << 40}, 400, None),
     ({"prompt": "x", "stop": [""]}, 400, None),
     ({"prompt": "x", "stop_token_ids": list(range(40))}, 400, "invalid_value"),
@@ -463,6 +465,32 @@ def test_back_pressure(model):
             gate.set()
             assert [each.result()[0] for each in asked] == [200] * 5
         server.wait_until_idle()
+
+
+def test_a_request_of_a_lower_number_takes_a_row(model):
+    """As in vLLM; a request that loses its row has the same text, and many that wait are in nobody's way."""
+    gate = threading.Event()
+
+    def step(whole):
+        gate.wait(WAIT)
+        return whole()
+
+    with serving(model, step=step, by_priority=True) as server, ThreadPoolExecutor(20) as clients:
+        long = {"max_tokens": 90, "ignore_eos": True}
+        slow = [clients.submit(server.complete, PROMPTS[n % 4], priority=3, **long) for n in range(14)]
+        while server.engine.load.waiting < 14:
+            time.sleep(0.01)
+        gate.set()
+        while server.health()["running"] < 4:
+            time.sleep(0.01)
+        assert server.complete("x", max_tokens=2, priority=-1)["finish_reason"] == "length"
+        assert not all(each.done() for each in slow)
+        made = [each.result()["text"] for each in slow]
+        expected = [server.complete(prompt, **long)["text"] for prompt in PROMPTS]
+        assert made == [expected[number % 4] for number in range(14)]
+        server.wait_until_idle()
+        health = server.health()
+        assert health["preemptions"] >= 1 and health["swapped"] == health["swapped_bytes"] == 0
 
 
 def test_requests_that_do_not_end_when_the_server_is_stopped(model):
