@@ -1,11 +1,13 @@
-"""Combinators of every policy: the conformance table on one layer, and what is refused.
+"""The conformance table on one layer: of every policy, and of every combinator; and what is refused.
 
 A layer on random queries, keys and values instead of a model: what a policy does is the layer's business, and a model
-takes ten times as long to compile. `test_conformance` has the policies themselves on a whole model.
+takes ten times as long to compile. `test_conformance` has a policy of each kind on a whole model.
 """
 
 import functools
 import itertools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from kvjax.errors import PolicyError
 from kvjax.numerics.rope import Rope
 from kvjax.policies import COMBINATORS, POLICIES, Phases, Policy, Shared
 from tests import examples, layers
+from tests.laws.test_conformance import PROTECTED
 
 pytestmark = pytest.mark.thorough
 
@@ -37,6 +40,7 @@ def build(name: str, budget: Any = 0.5, **more: Any) -> Policy:
     return examples.policy(name, budget, **(OWN_ARGUMENTS.get(name, {}) | more))
 
 
+@functools.cache
 def compositions(budget: Any = 0.5) -> dict[str, Policy]:
     """Every pair that is allowed."""
     found = {f"with_heavy_hitters({name})": policies.with_heavy_hitters(build(name, budget)) for name in EVICTION}
@@ -57,14 +61,25 @@ def compositions(budget: Any = 0.5) -> dict[str, Policy]:
     return found
 
 
-#: Each combinator on each policy once; pairs of a compressor and what follows it: every one of either. Not those that
-#: need a whole model; see tests/generation/test_prompt_replay.py.
-NAMES = [
+#: For each kind of state that a policy keeps, one policy.
+KINDS = (
+    "h2o", "scissorhands", "tova", "roco", "lazy", "ems", "strided", "rkv", "triattention", "learned", "counter",
+    "snapkv", "pyramidkv", "knorm", "expected_attention", "matched",
+)  # fmt: skip
+#: Every policy, and each combinator on each kind of policies, for it changes nothing but what they rank by or how many
+#: stay; pairs of a compressor and what follows it: every kind of either. Not those that need a whole model; see
+#: tests/generation/test_prompt_replay.py.
+NAMES = [name for name in POLICIES if name != "full" and name not in examples.REPLAYED] + [
     name
     for name in compositions()
-    if (not name.startswith("after_prefill") or name.startswith("after_prefill(knorm") or name.endswith(", roco)"))
-    and not any(f"({each}" in name for each in examples.REPLAYED)
+    if set(re.split(r"[(, )]+", name)[1:-1]) <= set(KINDS)
+    and (not name.startswith("after_prefill") or "(knorm," in name or name.endswith(", roco)"))
 ]
+
+
+def policy_of(name: str, budget: Any) -> Policy:
+    """A policy with its example's arguments, or a composition."""
+    return examples.policy(name, budget) if name in POLICIES else compositions(budget)[name]
 
 
 #: Row 3 never has more than twelve tokens.
@@ -90,7 +105,7 @@ def expected_slots(policy: Policy, prompt: int) -> tuple[int, int | None]:
     return kept, kept if policy.when == "step" else None
 
 
-def check_limits(run: layers.Run, policy: Policy) -> None:
+def check_limits(run: layers.Run, policy: Policy, protected: Callable[[int, int], set[int]]) -> None:
     for row, (n, end) in enumerate(zip(CASE.prompts, CASE.ends, strict=True)):
         kept, limit = expected_slots(policy, int(n))
         for step in range(CASE.room[1] + 1):
@@ -99,6 +114,10 @@ def check_limits(run: layers.Run, policy: Policy) -> None:
             sizes = [len(positions) for positions in heads]
             assert all(len(set(positions)) == len(positions) for positions in heads)
             assert all(positions[-1] < tokens for positions in heads)
+            assert all(protected(tokens - 1, kept) <= set(positions) for positions in heads)
+            if step > 0:
+                before = [{*run.live(step - 1, row, head), tokens - 1} for head in range(KV_HEADS)]
+                assert all(set(now) <= then for now, then in zip(heads, before, strict=True)), "nothing comes back"
             if step == 0:
                 # Heads that share a budget do so exactly.
                 assert sum(sizes) == KV_HEADS * min(kept, n)
@@ -112,9 +131,9 @@ def check_limits(run: layers.Run, policy: Policy) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_limits_rows_by_themselves_and_room_for_everything(name):
     for budget in (0.5, ROOM):
-        policy = compositions(budget)[name]
+        policy = policy_of(name, budget)
         got = layers.run(policy, CASE)
-        check_limits(got, policy)
+        check_limits(got, policy, PROTECTED.get(name, lambda newest, budget: set()))
         # A row is the same to the last bit in another place, beside others.
         order = (3, 1, 1, 0)
         moved = layers.run(policy, CASE.rows(*order))
@@ -126,13 +145,8 @@ def test_limits_rows_by_themselves_and_room_for_everything(name):
     assert all(got.live(-1, 3, head) == list(range(CASE.ends[3])) for head in range(KV_HEADS))
 
 
-#: One for each combinator, and one of heads that share a budget.
-SOME = (
-    "with_heavy_hitters(roco)",
-    "value_norm(scissorhands)",
-    "adakv(snapkv)",
-    "after_prefill(pyramidkv, roco)",
-)
+#: Of heads that share a budget, and of two policies; `test_conformance` has policies by themselves.
+SOME = ("adakv(snapkv)", "after_prefill(pyramidkv, roco)")
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -1,10 +1,8 @@
-"""The conformance table of every registered policy (DESIGN.md, "Tests that mean something", 2).
+"""The conformance table on a whole model, of a policy of each kind; how each is built comes from `tests.examples`.
 
-The list comes from `kvjax.policies.POLICIES`, and how each is built from `tests.examples`.
+`test_compositions` has it on one layer, of every registered policy, whose list comes from `kvjax.policies.POLICIES`.
 """
 
-import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,10 +18,9 @@ from kvjax.cache import CacheSpec
 from kvjax.generation import generate as loop
 from kvjax.generation import prefill as prompts
 from kvjax.generation.options import CacheOptions
-from kvjax.numerics.rope import Rope
 from kvjax.policies import POLICIES, Policy
 from kvjax.policies.base import Evict
-from tests import examples, layers
+from tests import examples
 from tests.tiny import assert_same_state, evolve, random_tokens, tiny
 
 PROMPTS = random_tokens(3, 24)
@@ -69,7 +66,12 @@ def model(name: str) -> kvjax.Model:
 
 
 BUDGETED = [name for name in POLICIES if "budget" in policies.accepts(name)]
-OF_LAYERS = [name for name in BUDGETED if name not in examples.REPLAYED]
+#: One policy for each kind of state and of what a model gives it: positions and ranks, statistics, memories of queries,
+#: merges, budgets of layers, parameters, prompts that are run again, counts of what was fetched.
+KINDS = (
+    "full", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "lazy", "ems", "snapkv", "pyramidkv",
+    "keydiff", "rkv", "triattention", "kvzip", "counter",
+)  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -81,7 +83,7 @@ class Run(NamedTuple):
     prefilled: Any
 
 
-@pytest.fixture(scope="module", params=list(POLICIES))
+@pytest.fixture(scope="module", params=KINDS)
 def run(request) -> Run:
     own, policy = model(request.param), build(request.param)
     prefilled = prompts.prefill(own, PROMPTS, policy, max_new_tokens=NEW, lengths=LENGTHS)
@@ -97,27 +99,6 @@ def score(
 ) -> kvjax.LogLikelihood:
     own, fed = own or model(policy.name), lengths + NEW - 1
     return kvjax.log_likelihood(own, tokens, policy, prompt_length=lengths, lengths=fed, **options)
-
-
-@functools.cache
-def room(block: int | None) -> layers.Case:
-    """One layer, of which a model takes ten times as long to compile."""
-    streams = layers.random_streams(range(3), PROMPTS.shape[1] + NEW)
-    return layers.Case(streams, LENGTHS, LENGTHS + NEW - 1, block, Rope(dim=8))
-
-
-@functools.cache
-def full(block: int | None) -> layers.Run:
-    return layers.run(policies.full(), room(block))
-
-
-# In one shot or in blocks: where nothing is evicted, a policy has no part in the difference.
-@pytest.mark.parametrize(("name", "block"), [(name, (None, 7)[i % 2]) for i, name in enumerate(OF_LAYERS)])
-def test_room_for_everything_is_full_attention(name, block):
-    got, expected = layers.run(build(name, budget=PROMPTS.shape[1] + NEW - 1), room(block)), full(block)
-    np.testing.assert_allclose(got.output, expected.output, atol=2e-5)
-    for row, head in itertools.product(range(3), range(2)):
-        assert got.live(-1, row, head) == expected.live(-1, row, head) == list(range(LENGTHS[row] + NEW - 1))
 
 
 def test_limits_protection_and_distinct_positions_at_every_step(run):
