@@ -20,19 +20,21 @@ from tests.tiny import random_tokens, tiny
 
 TOKENS, LENGTHS = random_tokens(2, 26), [26, 17]
 ROOM = 1 << 24
-#: Storages that need a calibration, other weights, or a policy that evicts.
-APART = ("kvquant", "cskv", "kv_heads", "low_rank", "mikv")
+#: What a prompt that is reused may lack: nothing, ranks, each kind of statistics and of memories of queries, merges,
+#: heads and layers that differ, parameters, scores that are written in the pass, and the prompt's own replay.
+POLICIES = (
+    "full", "streaming_llm", "h2o", "h2o_decay", "scissorhands", "tova", "roco", "lazy", "ems", "snapkv", "pyramidkv",
+    "keydiff", "rkv", "gkv", "expected_attention", "matched", "compactor", "triattention", "learned", "kvzip",
+)  # fmt: skip
+COMBINED = ("adakv", "after_prefill", "critical", "phases", "split_heads", "razor_attention", "split_layers")
+#: One storage of slots; and those that share something, or lie otherwise.
+STORAGES = ("int4", "turboquant", "think", "kivi", "gear", "kvarn", "zipcache", "minicache")
 
 SPECS = {
-    **{name: CacheSpec(examples.policy(name)) for name in examples.POLICIES},
-    **{name: CacheSpec(policy) for name, policy in (examples.combined() | examples.planned()).items()},
-    **{
-        f"full {name}": CacheSpec(policies.full(), storage=examples.held(name))
-        for name in examples.STORAGES
-        if name not in APART
-    },
+    **{name: CacheSpec(examples.policy(name)) for name in POLICIES},
+    **{name: CacheSpec((examples.combined() | examples.planned())[name]) for name in COMBINED},
+    **{f"full {name}": CacheSpec(policies.full(), storage=examples.held(name)) for name in STORAGES},
     "h2o mikv": CacheSpec(examples.policy("h2o"), storage=examples.held("mikv")),
-    "h2o int4": CacheSpec(examples.policy("h2o"), storage=examples.held("int4")),
     **{name: CacheSpec(policies.full(), selection=examples.chosen(name)) for name in examples.SELECTIONS},
 }
 

@@ -174,22 +174,28 @@ def test_it_lowers_or_says_why_not():
     print(f"{len(refused)} of {2 * len(POLICY) * len(STORAGE) * len(SELECTION)} products are refused")
 
 
-def pairs() -> list[tuple[str, str, str]]:
-    """Every policy with some storage, and every storage and selection with some policies."""
+def pairs() -> list[tuple[str, str, str, int | None]]:
+    """Every policy with some storage, and every storage and selection with some policies.
+
+    Policies, and storages under some of them, are in one shot and in blocks; storages and selections are in either, in
+    turns.
+    """
     found = [(name, list(STORAGE)[i % len(STORAGE)], "everything") for i, name in enumerate(POLICY)]
     found += [
         (name, held, "everything") for held in STORAGE for name in ("full", "value_norm", "after_prefill", "h2o+d2o")
     ]
+    made = [(*each, block) for each in found for block in (None, BLOCK)]
     others = itertools.cycle(("full", "snapkv", "duo_attention", "by_page", "from_layer"))
-    found += [(next(others), held, read) for read in SELECTIONS for held in STORAGE]
-    found += [(name, "dense", read) for read in SELECTION for name in ("full", "snapkv", "duo_attention", "from_layer")]
-    return list(dict.fromkeys(found))
+    for row, read in enumerate(SELECTIONS):
+        made += [(next(others), held, read, (None, BLOCK)[(row + i) % 2]) for i, held in enumerate(STORAGE)]
+    for row, read in enumerate(SELECTION):
+        names = ("full", "snapkv", "duo_attention", "from_layer")
+        made += [(name, "dense", read, (None, BLOCK)[(row + i) % 2]) for i, name in enumerate(names)]
+    return list(dict.fromkeys(made))
 
 
-@pytest.mark.parametrize("block", [None, BLOCK])
-@pytest.mark.parametrize("product", pairs(), ids="-".join)
-def test_what_lowers_traces(product, block):
-    name, held, read = product
+@pytest.mark.parametrize(("name", "held", "read", "block"), pairs())
+def test_what_lowers_traces(name, held, read, block):
     spec = CacheSpec(POLICY[name], STORAGE[held], SELECTION[read])
     try:
         lowered_for(spec, block)
