@@ -29,7 +29,6 @@ LENGTHS = (19, 24)
         (policies.h2o(budget=12), None),  # a step in one kernel
         (policies.after_prefill(policies.snapkv(budget=14, window=4), then=policies.window(budget=10)), 8),
         (policies.keydiff(budget=10), None),  # a kernel for attention alone
-        (policies.full(), 8),
     ],
     ids=lambda x: getattr(x, "name", str(x)),
 )
@@ -61,8 +60,7 @@ def test_generation_is_that_of_xla(policy, block):
 @pytest.mark.parametrize(
     ("coded", "whole"),
     [
-        (storage.int4(residual=3), False), (storage.int4(), True), (storage.turboquant(4), True),
-        (storage.rotated(storage.int4()), True),
+        (storage.int4(residual=3), False), (storage.int4(), True), (storage.rotated(storage.int4()), True),
     ],
     ids=lambda x: getattr(x, "name", str(x)),
 )  # fmt: skip
