@@ -5,7 +5,8 @@
 Results are JSON files in OUTPUT/NAME-sweep/, one for each cache, budget and text. The same command, run again, measures
 what is missing or failed, or everything with --rerun. Several workers may run the same command: each result is computed
 by one of them. The page leaderboard.md, its plots and leaderboard.json are written to OUTPUT/NAME/; the JSON file has
-the scores of every row and question, and the command of each cell.
+the scores of every row and question, and the command of each cell. Tasks with several questions about one context have
+a page more, turns.md.
 
 --add=mine.py:loudest adds a policy of your own. --page only writes the page of an existing leaderboard.json.
 """

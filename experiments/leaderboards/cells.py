@@ -9,6 +9,7 @@ from experiments import config as configs
 from experiments import specs
 from experiments.config import ExperimentConfig, PolicyConfig, TasksConfig
 from experiments.leaderboards.config import LeaderboardConfig
+from experiments.leaderboards.turns import turns_of
 from kvjax.errors import ConfigError
 from kvjax.specs import parse
 from kvjax.typing import JsonObject
@@ -122,7 +123,10 @@ def row(cell: Cell, found: Sequence[Mapping], given: Sequence[str]) -> JsonObjec
         own, whole = _rows(result)
         nats[text], full[text] = own["nats_by_row"], whole["nats_by_row"]
         for task, scores in own["tasks"].items():
-            tasks[task] = {"scores": scores["by_question"], "full": whole["tasks"][task]["by_question"]}
+            others = whole["tasks"][task]
+            tasks[task] = {"scores": scores["by_question"], "full": others["by_question"]}
+            if "by_turn" in scores:
+                tasks[task]["turns"] = {"cache": turns_of(scores), FULL: turns_of(others)}
     own, whole = _rows(found[0])
     return made | {
         "status": "ok", "slots": own["slots"], "kv_bytes": own["kv_bytes"], "full_kv_bytes": own["full_kv_bytes"],

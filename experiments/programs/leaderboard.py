@@ -8,7 +8,7 @@ from absl import flags
 
 import kvjax
 from experiments import results
-from experiments.leaderboards import cells, page
+from experiments.leaderboards import cells, page, turns
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import sweep
 from experiments.runs import machine
@@ -79,7 +79,7 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
             rows = run(config, given, rerun=values.rerun)
         found = {"command": cells.command(given), "sizes": page.sizes(config), "rows": rows}
         results.write(folder / JSON_FILE, results.to_json(found))
-    for file, content in page.files(found).items():
+    for file, content in (page.files(found) | turns.files(found)).items():
         results.write(folder / file, content)
     failed = [row for row in found["rows"] if row["status"] not in ("ok", MISSING)]
     for row in failed:

@@ -143,7 +143,11 @@ class Conversations(Asked):
 
     @property
     def content(self) -> str:
-        return repr((self.conversations, dataclasses.replace(self.mode, task="")))
+        asked = [
+            (each.context, [(t.question, t.answer, t.new_tokens, t.ends) for t in each.turns])
+            for each in self.conversations
+        ]
+        return repr((asked, dataclasses.replace(self.mode, task="")))
 
     @property
     def _most_turns(self) -> int:

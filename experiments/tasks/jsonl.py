@@ -100,7 +100,8 @@ class JsonLines(TaskSpec):
         about += f"; {cut} contexts do not fit and are cut in their middle" if cut else ""
         if later := sum("turn" in item.about for item in items):
             turns = f"{later} are later turns of a conversation, and are asked as if each were the first"
-            warnings.warn(f"{self.file}: {turns}: no turn sees the ones before it.", stacklevel=2)
+            advice = "the tasks scbench_kv(mode=multi_turn) and so on ask SCBench's files as conversations"
+            warnings.warn(f"{self.file}: {turns}: no turn sees the ones before it; {advice}.", stacklevel=2)
             about += f"; {turns}"
         thinks = "boxed" in kinds
         return Written(

@@ -16,8 +16,8 @@ from experiments.tasks.story import Encode, filler
 from experiments.tasks.words import HELD_OUT, Words
 from kvjax.errors import ConfigError
 
-KINDS = ("passkey", "multi_key", "associative", "copy")
-MANY = ("multi_key", "associative")  # kinds of which one episode has several facts
+#: Whether one episode of a kind has several facts; otherwise there is an episode for each question.
+KINDS = {"passkey": False, "multi_key": True, "associative": True, "copy": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +61,8 @@ class RecallTurns(TaskSpec):
 
     @property
     def _least(self) -> int:
-        """The least difficulty: one episode of `MANY` has a fact for each question."""
-        return max(recall.EASIEST[self.kind], self.questions if self.kind in MANY else 0)
+        """The least difficulty; one episode of several facts has one for each question."""
+        return max(recall.EASIEST[self.kind], self.questions if KINDS[self.kind] else 0)
 
     def _asked_as(self) -> Mode:
         return Mode(f"recall_{self.kind}", self.mode, self.own_answers, self.turns)
@@ -114,7 +114,7 @@ class RecallTurns(TaskSpec):
         least = self._least
         difficulty = max(recall.DIFFICULTY[self.kind], least) if self.difficulty is None else self.difficulty
         task = recall.TASKS[self.kind]
-        if self.kind in MANY:
+        if KINDS[self.kind]:
             return task(rng, words, difficulty)
         # Numbers of different things, so that a question tells which is meant.
         things = [words.things[index] for index in rng.permutation(len(words.things))]

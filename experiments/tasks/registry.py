@@ -20,12 +20,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.tasks import multiple_choice, recall_turns, ruler
+from experiments.tasks import multiple_choice, recall_turns, ruler, scbench
 from experiments.tasks.jsonl import JsonLines
 from experiments.tasks.needles import FORMS, Needles
 from experiments.tasks.published import SOURCES, Instructions, MultipleChoice, Reconstruction, Summaries
 from experiments.tasks.recall_turns import RecallTurns
 from experiments.tasks.ruler import Ruler
+from experiments.tasks.scbench import SCBench
 from experiments.tasks.spec import TaskSpec
 from kvjax.arguments import did_you_mean
 from kvjax.errors import ConfigError
@@ -41,6 +42,7 @@ TASKS: Mapping[str, Factory] = {
     **{name: functools.partial(Needles, name) for name in FORMS},
     **{f"ruler_{name}": functools.partial(Ruler, name) for name in ruler.TASKS},
     **{f"recall_{kind}": functools.partial(RecallTurns, kind) for kind in recall_turns.KINDS},
+    **{name: functools.partial(SCBench, name) for name in scbench.TASKS},
 }
 _CALL = re.compile(r"\s*([^()]+?)\s*(\(.*\))?\s*", re.DOTALL)
 _FILE = re.compile(r"(.+\.py):(\w+)")  # FILE.py:factory

@@ -10,6 +10,7 @@ import kvjax
 from experiments import leaderboard
 from experiments.config import DataConfig, ModelConfig
 from experiments.leaderboards import cells, page
+from experiments.leaderboards import turns as turns_page
 from experiments.leaderboards.cells import Cell
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import leaderboard as program
@@ -122,6 +123,30 @@ def test_page_of_rows():
     assert "31 %" in text and "12 %" in text and "0.80" in text
     assert "*Footprint*" in text and "*Time of a step*" in text
     assert "No cell" in page.files({"rows": rows[3:4], "sizes": sizes, "command": "x"})[page.PAGE]
+
+
+def test_page_by_turn():
+    def turns(rows, held, tokens):
+        scores = {"slots held": held, "bytes": 4_096_000, "tokens recomputed": tokens, "score": 50.0}
+        return turns_page.turns_of({"by_turn": rows, "scores": scores})
+
+    full = turns([[100.0, 100.0, 50.0], [100.0, 0.0]], 100.0, 0)
+    rows = [made("h2o", 0.1, [1.2], [50.0]), made("full + int4", None, [1.0], [50.0])]
+    rows[0]["tasks"]["recall(mode=single)"] = {
+        "turns": {"full": full, "cache": turns([[100.0, 0.0, 0.0], [0.0, 100.0]], 12.5, 720)}
+    }
+    rows[1]["tasks"]["recall(mode=single)"] = {"turns": {"full": full, "cache": full}}
+    found = {"rows": [*rows, {"cache": "roco", "status": "failed"}], "command": "the command"}
+    files = turns_page.files(found)
+    text = files[turns_page.PAGE]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert lines[0] == ["cache", "turn 1", "turn 2", "turn 3", "later turns", "slots held", "kilobytes", "recomputed"]
+    assert [line[0] for line in lines[2:]] == ["full", "h2o, 10 %", "full + int4"]
+    # (0 - 100) and (100 - 0): the first context has two later turns.
+    assert lines[3][1:] == ["50 (0 to 100)", "50 (0 to 100)", "0 (0 to 0)", "+0 (-100 to +100)", "12 %", "4,096", "720"]
+    assert "## recall(mode=single)" in text and "needle" not in text
+    assert files[turns_page.PLOT].startswith(b"\x89PNG")
+    assert turns_page.files({"rows": [made("h2o", 0.1, [1.2], [50.0])], "command": "x"}) == {}
 
 
 @pytest.mark.filterwarnings("ignore:budget 0.* leaves")
