@@ -1,5 +1,6 @@
-"""The worked examples that come with the definitions, on a trained model, compiled as users compile it."""
+"""The worked examples that come with the definitions, on a trained model; some are compiled as users compile it."""
 
+import contextlib
 import json
 
 import jax
@@ -14,6 +15,9 @@ from tests import conftest
 
 #: The runs of methods_cases.npz.
 METHODS = tuple(range(20))
+#: Compiled with optimisations, which takes three times as long, and changes no more than the rounding of the others: a
+#: prompt in one shot and in blocks, steps that evict one slot, and rounds that evict many.
+OPTIMISED = ("policies 0", "policies 5", "methods 2")
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +28,6 @@ def examples(shared_data):
 @pytest.fixture(scope="module")
 def stories(shared_data):
     return kvjax.load(shared_data / "data" / "models" / "stories260K-hf")
-
-
-@pytest.fixture(autouse=True)
-def optimised():
-    """The suite compiles without optimisations, for speed; what users run is checked here."""
-    with conftest.optimised():
-        yield
 
 
 def calibration_of(methods, policy):
@@ -50,10 +47,11 @@ def calibration_of(methods, policy):
     return {name: {part: np.asarray(x, np.float32) for part, x in parts.items()} for name, parts in given.items()}
 
 
-def run(model, tokens, policy, about, calibration=None):
-    """The log-likelihood of tokens [B, T] as a case has it."""
+def run(model, tokens, policy, about, name, calibration=None):
+    """The log-likelihood of tokens [B, T] as the case of that name has it."""
     options = {"prompt_length": about["prompt_length"], "prefill_block": about["prefill_block"]}
-    return kvjax.log_likelihood(model, tokens, policy, **options, calibration=calibration)
+    with conftest.optimised() if name in OPTIMISED else contextlib.nullcontext():
+        return kvjax.log_likelihood(model, tokens, policy, **options, calibration=calibration)
 
 
 def assert_kept(got, kept):
@@ -67,7 +65,7 @@ def assert_kept(got, kept):
 @pytest.mark.parametrize("case", range(16))
 def test_kept_slots_and_log_probabilities(examples, stories, case):
     about = json.loads(bytes(examples["cases"]))[case]
-    got = run(stories, examples[f"{case}_tokens"], policies.by_name(**about["policy"]), about)
+    got = run(stories, examples[f"{case}_tokens"], policies.by_name(**about["policy"]), about, f"policies {case}")
     np.testing.assert_allclose(got.logprobs, examples[f"{case}_logprobs"], atol=3e-5, rtol=0)
     if f"{case}_kept" in examples:
         assert_kept(got, examples[f"{case}_kept"])
@@ -95,7 +93,7 @@ def test_newer_methods(methods, stories, case):
     given = calibration_of(methods, policy)
     layers = [jax.tree.map(lambda x, i=index: jnp.asarray(x[i]), given) for index in range(stories.config.num_layers)]
     calibration = kvjax.Calibration(tuple(layers), "given", stories.config.rope) if given else None
-    got = run(stories, tokens[None], policy, about, calibration)
+    got = run(stories, tokens[None], policy, about, f"methods {case}", calibration)
     np.testing.assert_allclose(got.logprobs[0], methods[f"{case}_logprobs"], atol=3e-5, rtol=0)
     assert_kept(got, methods[f"{case}_kept"][:, None])
 
