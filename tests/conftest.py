@@ -122,16 +122,15 @@ def find_shared() -> Path | None:
 
 #: Files that take minutes, the longest first: a worker that took one of them up last would keep the others waiting.
 LONG = (
-    "test_sharding.py", "test_context.py", "test_models.py", "test_slots.py", "test_pairs.py",
-    "test_storage_conformance.py", "test_conformance.py", "test_train.py", "test_pretrained.py", "test_step_tpu.py",
-    "test_host_memory.py", "test_tune.py",
-    "test_products.py", "test_compare.py", "test_gradients.py", "test_notebook.py", "test_prefill_tpu.py",
-    "test_fused_step.py", "test_joint.py", "test_kvquant.py", "test_gear.py", "test_segments.py",
-    "test_worked_examples.py", "test_offload.py", "test_pools.py", "test_generate_tpu.py", "test_bench.py",
+    "test_slots.py", "test_worked_examples.py", "test_sharding.py", "test_layer_loop.py", "test_prompt_reuse.py",
+    "test_models.py", "test_pairs.py", "test_context.py", "test_storage_conformance.py", "test_compositions.py",
+    "test_conformance.py", "test_train.py", "test_pretrained.py", "test_step_tpu.py", "test_host_memory.py",
+    "test_tune.py", "test_products.py", "test_compare.py", "test_gradients.py", "test_notebook.py",
+    "test_prefill_tpu.py", "test_fused_step.py", "test_joint.py", "test_kvquant.py", "test_gear.py",
+    "test_segments.py", "test_offload.py", "test_pools.py", "test_generate_tpu.py", "test_bench.py",
     "test_quantized.py", "test_shared_sides.py", "test_calibration.py", "test_tiers.py", "test_blocks.py",
-    "test_accelerator.py", "test_docs.py", "test_compositions.py", "test_properties.py", "test_multiple_choice.py",
-    "test_attention.py", "test_compiled.py", "test_make_plan.py", "test_heads.py", "test_parity.py", 
-    "test_selection_quality.py",
+    "test_accelerator.py", "test_docs.py", "test_properties.py", "test_multiple_choice.py", "test_attention.py",
+    "test_compiled.py", "test_make_plan.py", "test_heads.py", "test_parity.py", "test_selection_quality.py",
     "test_spec_text.py", "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
 )  # fmt: skip
 
@@ -159,6 +158,17 @@ OTHER_THAN_JAX = {
     "processes and their memory": (
         "checkpoint/test_memory.py", "experiments/test_accelerator.py", "experiments/test_claims.py",
         "experiments/test_peers.py", "experiments/test_sharing.py",
+    ),
+    "what is made of generation and scores, which other files run": (
+        "analysis/test_budgets.py", "analysis/test_compare.py", "analysis/test_gates.py",
+        "analysis/test_selection_quality.py", "analysis/test_submodular.py", "experiments/test_after_prompt.py",
+        "experiments/test_batch.py", "experiments/test_bench.py", "experiments/test_conversations.py",
+        "experiments/test_measure.py", "experiments/test_run.py", "experiments/test_tune.py",
+        "generation/test_multiple_choice.py", "generation/test_score_continuation.py", "generation/test_text.py",
+        "laws/test_large_numbers.py", "laws/test_worked_examples.py", "lm_eval/test_runner.py",
+        "lm_eval/test_stops.py", "models/test_stories.py", "policies/test_heads.py", "policies/test_layers.py",
+        "serve/test_clients.py", "serve/test_connections.py", "serve/test_hostile.py", "serve/test_prefix.py",
+        "serve/test_server.py",
     ),
 }  # fmt: skip
 

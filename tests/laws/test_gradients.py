@@ -38,11 +38,9 @@ def gradient(policy, **options):
 
 #: Who stays has no gradient: one of each kind of statistics, and what reads keys or values.
 POLICIES = [
-    policies.h2o(budget=12), policies.scissorhands(budget=12, history=9),
-    policies.value_norm(policies.h2o_decay(budget=12)),
+    policies.h2o(budget=12), policies.value_norm(policies.h2o_decay(budget=12)),
     policies.snapkv(budget=12, window=4), policies.keydiff(budget=12), policies.streaming_llm(budget=9),
-    policies.lazy(budget=12, every=1, alpha=0.3), policies.ems(budget=12, threshold=0.1),
-    policies.h2o(budget=12, merge=policies.anchors()), policies.roco(budget=12, merge=policies.kvmerger(0.1)),
+    policies.ems(budget=12, threshold=0.1), policies.h2o(budget=12, merge=policies.anchors()),
     policies.h2o(budget=12, every=4, merge=policies.lococo()),
 ]  # fmt: skip
 

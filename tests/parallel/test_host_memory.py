@@ -31,10 +31,8 @@ LAYERS = tiny().model.config.num_layers
 CASES = {
     "full": (policies.full(), storage.dense, None, None),
     "h2o in blocks": (policies.h2o(8), storage.dense, None, 6),
-    "window int4": (policies.window(8), storage.int4, None, None),
     "a residual": (policies.full(), lambda memory: storage.int8(residual=4, memory=memory), None, 6),
-    "compressor": (COMPRESS, storage.dense, None, None),
-    "infinigen": (policies.full(), storage.dense, GUESS, None),
+    "compressor": (COMPRESS, storage.int4, None, None),
     "int8 pool": (presets.infinigen(2.0, first_layer=1, pool_limit=12), storage.int8, None, None),
     "infinigen in blocks": (policies.full(), storage.dense, GUESS, 6),
     "quest": (policies.full(), storage.dense, selection.quest(4, 12, first_layer=0), None),
@@ -68,7 +66,7 @@ def score(name: str, where) -> np.ndarray:
 
 
 #: Values alone are on the host: without a selection, with codes, and with each way of reading some.
-APART = {"full", "window int4", "infinigen in blocks", "quest"}
+APART = {"full", "a residual", "infinigen in blocks", "quest"}
 
 
 @pytest.mark.parametrize("name", CASES)
