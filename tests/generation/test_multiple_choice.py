@@ -24,7 +24,6 @@ SPECS = {
     "full": CacheSpec(policies.full()),
     "snapkv": CacheSpec(policies.snapkv(8, window=4)),
     "phases": CacheSpec(policies.after_prefill(policies.snapkv(0.5, window=2), then=policies.roco(0.5))),
-    "int8": CacheSpec(policies.full(), storage.int8()),
     "h2o-int8-host": CacheSpec(policies.h2o(10), storage.int8(memory="host")),
     "optimal": CacheSpec(policies.full(), selection=selection.optimal(6)),
     "heads": CacheSpec(policies.split_heads([[True, False]], policies.full(), policies.window(9))),

@@ -23,7 +23,7 @@ from tests.reference.step import empty_heads, step
 pytestmark = pytest.mark.thorough
 
 SEARCH = "HYPOTHESIS_EXAMPLES" in os.environ
-EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "20"))
 DIM, THETA = 4, 10_000.0
 WIDTH, NEW = 20, 6  # tokens of the longest prompt, and after a prompt
 FACTOR, TRAINED = 4.0, 12  # of frequencies that depend on a row's length (dynamic NTK)

@@ -69,7 +69,6 @@ CASES = {
     "fifo": ("infinigen", lambda p: of(p, "fifo", budget=8), "gqa", None),
     "lru": ("infinigen", lambda p: of(p, "lru", budget=8), "gqa", None),
     "lru in blocks": ("infinigen", lambda p: of(p, "lru", budget=7), "mha", 4),
-    "lru of optimal": ("optimal", lambda p: of(p, "lru", budget=9, recent=2), "mqa", None),
     "counter": ("infinigen", lambda p: of(p, "counter", budget=8), "gqa", None),
     "counter in blocks": ("infinigen", lambda p: of(p, "counter", budget=7), "mqa", 4),
     "counter that saturates": ("infinigen", lambda p: of(p, "counter", budget=9, saturate=3), "mha", None),
@@ -89,7 +88,6 @@ CASES = {
     "votes in a window": ("tokenselect", lambda p: of(p, "window", budget=8, sinks=1), "gqa", None),
     "votes and tova": ("tokenselect", lambda p: of(p, "tova", budget=9), "mha", 4),
     "pages by mass": ("quest", lambda p: paged(p, "h2o", budget=10, recent=1), "gqa", None),
-    "pages by fetches": ("quest", lambda p: paged(p, "counter", budget=10), "mha", None),
     "pages by fetches in blocks": ("quest", lambda p: paged(p, "counter", budget=11, recent=1), "mqa", 4),
     "pages that stand": ("lserve", lambda p: paged(p, "lru", budget=10, recent=1), "gqa", None),
     "means of pages": ("retrieval", lambda p: paged(p, "counter", budget=10, recent=1), "gqa", 3),
@@ -199,14 +197,14 @@ def test_bounds_hold_after_pages_were_evicted(name):
 
 @pytest.mark.parametrize(
     ("policy", "heads"),
-    [("full", "mha"), ("fifo", "mqa"), ("lru", "gqa"), ("pages", "mqa"), ("counter", "gqa")],
+    [("full", "mha"), ("lru", "gqa"), ("pages", "mqa")],
 )
 def test_a_pool_with_room_for_everything_is_the_full_cache(policy, heads):
     """Also with everything read of it."""
     room = 13 + STEPS
     kept = {
-        "full": policies.full(), "fifo": policies.fifo(room), "lru": policies.lru(room),
-        "counter": policies.counter(room), "pages": policies.by_page(policies.counter(room + 1), page=2),
+        "full": policies.full(), "lru": policies.lru(room),
+        "pages": policies.by_page(policies.counter(room + 1), page=2),
     }[policy]  # fmt: skip
     reads = (
         [selection.quest(2, room + 1, first_layer=0)] if policy == "pages"
@@ -217,7 +215,7 @@ def test_a_pool_with_room_for_everything_is_the_full_cache(policy, heads):
         np.testing.assert_allclose(layers.run(CacheSpec(kept, selection=look), case(heads)).output, full, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["counter", "lru beside ends", "pages by mass", "pages that stand", "votes and tova"])
+@pytest.mark.parametrize("name", ["lru beside ends", "pages that stand", "votes and tova"])
 def test_a_row_alone_is_the_row_in_a_batch(name):
     run = ran(name)
     look, policy, heads, block = CASES[name]

@@ -50,6 +50,10 @@ HELD: dict[str, Storage] = {
     "zipcache": storage.zipcache(4, 2, 0.6, 3),
     "minicache": storage.minicache(0, retained=0.2),
 }
+#: Slots of codes with scales, as int4 and turboquant are: what is not in their codecs is the same.
+LIKE_OTHERS = ("int8", "int2", "integer", "fp8", "bfp", "mxfp4", "nvfp4", "levels")
+#: One storage for each way in which codes lie and share something.
+KINDS = [name for name in HELD if name not in LIKE_OTHERS]
 NEWEST = policies.compress(importance=policies.recency, budget=0.7, name="newest")
 #: Policies that evict, of those that the storage goes with; h2o for all others.
 POLICY: dict[str, policies.Policy] = {

@@ -47,7 +47,7 @@ def program(name: str):
 
 
 @pytest.mark.filterwarnings("ignore:storage .*takes:UserWarning")
-@pytest.mark.parametrize("name", every.HELD)
+@pytest.mark.parametrize("name", [*every.KINDS, "integer", "mxfp4"])  # bits that fill no byte, and scales of one
 def test_a_program_takes_what_the_layout_says(name):
     layout, shapes, memory, step = program(name)
     state = shapes.carry.state
