@@ -64,28 +64,49 @@ class InBlocks:
 
     Attributes:
       step: tokens of a block.
+      done: the number of blocks that have been dispatched, or were found.
     """
 
-    def __init__(self, model: Model, layout: CacheLayout, prompt: Prompt):
+    def __init__(
+        self, model: Model, layout: CacheLayout, prompt: Prompt, *, state: KVState | None = None, done: int = 0
+    ):
+        """Begins before the first block.
+
+        Args:
+          model: the model.
+          layout: in blocks.
+          prompt: the prompt.
+          state: the cache after some blocks, in the arrays of the prompt phase, which is donated; None for none.
+          done: the number of these blocks, fewer than all.
+        """
         assert layout.block is not None
         self._model, self._layout, self.step = model, layout, layout.block
         count = -(-len(prompt.tokens) // layout.block)
         # [count, 1, step]
         self._blocks = np.zeros((count, 1, layout.block), np.int32)
         self._blocks.reshape(-1)[: len(prompt.tokens)] = prompt.tokens
-        self._done, self._decode_budget = 0, prompt.budgets.decode
+        self.done, self._decode_budget = done, prompt.budgets.decode
         length, total = np.array([len(prompt.tokens)], np.int32), np.array([prompt.total], np.int32)
+        if state is not None:
+            # [1, E]: replaced by the next block
+            self._progress = _Progress(state, jnp.zeros((1, model.config.embed_size), model.dtype))
+            return
         self._progress = _empty(*model.place((length, total, prompt.budgets.prompt)), config=model.config,
                                 layout=layout, dtype=model.dtype.name)  # fmt: skip
+
+    @property
+    def state(self) -> KVState:
+        """The cache after the last block that was dispatched, in the arrays of the prompt phase."""
+        return self._progress.state
 
     def advance(self) -> Started | None:
         """Dispatches the next block; returns the prompt's state after the last one."""
         model, layout = self._model, self._layout
-        tokens = model.place(self._blocks[self._done])
-        start = jnp.int32(self._done * self.step)
+        tokens = model.place(self._blocks[self.done])
+        start = jnp.int32(self.done * self.step)
         self._progress = _run_block(model.params, self._progress, tokens, start, config=model.config, layout=layout)
-        self._done += 1
-        if self._done < len(self._blocks):
+        self.done += 1
+        if self.done < len(self._blocks):
             return None
         budget = model.place(self._decode_budget)
         tokens = model.place(self._blocks.reshape(1, -1))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvjax.serve.chunked_prefill import InBlocks, Prompt, Started
+from kvjax.serve.prompt_states import PromptStates, StoredPrompt
 from kvjax.serve.prompts import Prompts
 from kvjax.serve.request import Checked
 
@@ -26,6 +27,7 @@ class Job:
       count: the number of new tokens.
       ended: whether it has all its tokens, or was cancelled.
       dispatched: whether a chunk that decodes it has been dispatched.
+      found: the number of its prompt's tokens that were in a store.
     """
 
     id: int
@@ -37,6 +39,7 @@ class Job:
     count: int = 0
     ended: bool = False
     dispatched: bool = False
+    found: int = 0
 
     @property
     def given(self) -> int:
@@ -69,22 +72,25 @@ class Intake:
     """Waiting requests, by priority, and then in the order in which they came.
 
     Attributes:
-      prompt_tokens: the number of tokens of prompts that have been run.
+      prompt_tokens: the number of tokens of prompts that have been run, or found.
+      found_tokens: the number of those that were found.
     """
 
-    def __init__(self, prompts: Prompts, *, look: int, turn_tokens: int):
+    def __init__(self, prompts: Prompts, states: PromptStates | None, *, look: int, turn_tokens: int):
         """Begins without requests.
 
         Args:
           prompts: runs prompts.
+          states: finds those that were run before; None for none.
           look: the number of waiting requests that the next prompts are chosen from.
           turn_tokens: the number of tokens of prompts, padding included, after which running rows go on.
         """
-        self.prompt_tokens = 0
+        self.prompt_tokens = self.found_tokens = 0
+        self._states = states
         self._prompts, self._look, self._turn_tokens = prompts, look, turn_tokens
         self._waiting: collections.deque[Job] = collections.deque()
         self._ready: collections.deque[Ready] = collections.deque()
-        self._starting: tuple[Job, InBlocks] | None = None
+        self._starting: tuple[Job, InBlocks | StoredPrompt] | None = None
         self._block_next, self._spent = True, 0
 
     def __bool__(self) -> bool:
@@ -158,12 +164,13 @@ class Intake:
             if job is None or job.prompt is None:
                 return 0
             self._waiting.remove(job)
-            self._starting = job, self._prompts.begin(job.prompt)
+            if self._find(job):
+                return 1
+            self._starting = job, self._begin(job, job.prompt)
         job, blocks = self._starting
         if (started := blocks.advance()) is not None:
-            self._ready.append(Ready(job, started, 0))
             self._starting = None
-            self.prompt_tokens += len(job.request.tokens)
+            self._are_run([job], started)
         return blocks.step
 
     def _run_short(self) -> int:
@@ -178,15 +185,50 @@ class Intake:
             self._waiting.remove(first)
             self._ready.append(Ready(first, first.request.prefix.started(first.request.tokens), 0))
             return 1 + len(first.request.tokens)
+        if self._whole_alone and self._find(first):
+            self._waiting.remove(first)
+            return 1
         max_prompts = self._prompts.at_once(bucket)
         others = (job for job in self._next() if job.bucket == bucket and job is not first)
         jobs = [first, *itertools.islice(others, max_prompts - 1)]
         for job in jobs:
             self._waiting.remove(job)
-        started = self._prompts.run([job.prompt for job in jobs if job.prompt is not None], bucket)
+        prompts = [job.prompt for job in jobs if job.prompt is not None]
+        started = self._prompts.run(prompts, bucket)
+        self._are_run(jobs, started)
+        if self._states is not None and self._whole_alone:
+            for source, (job, prompt) in enumerate(zip(jobs, prompts, strict=True)):
+                self._states.put_one_shot(prompt, job.request.namespace, started, source)
+        return bucket * max_prompts
+
+    @property
+    def _whole_alone(self) -> bool:
+        """Whether prompts are stored that are run in one shot: where all are, so that no beginnings can be found."""
+        return self._states is not None and self._prompts.block is None
+
+    def _find(self, job: Job) -> bool:
+        """Whether the prompt of a job was in the store; the job is then ready."""
+        if self._states is None or job.prompt is None:
+            return False
+        started = self._states.whole(job.prompt, job.request.namespace)
+        if started is not None:
+            job.found = len(job.prompt.tokens)
+            self._are_run([job], started)
+        return started is not None
+
+    def _begin(self, job: Job, prompt: Prompt) -> InBlocks | StoredPrompt:
+        """Begins a prompt that is run block by block."""
+        if self._states is None:
+            return self._prompts.begin(prompt)
+        blocks = self._states.begin(prompt, job.request.namespace)
+        job.found = blocks.found
+        return blocks
+
+    def _are_run(self, jobs: list[Job], started: Started) -> None:
+        """Says that the prompts of jobs have been run, or found."""
         self._ready.extend(Ready(job, started, source) for source, job in enumerate(jobs))
         self.prompt_tokens += sum(len(job.request.tokens) for job in jobs)
-        return bucket * max_prompts
+        self.found_tokens += sum(job.found for job in jobs)
 
     def _next(self) -> Iterator[Job]:
         """The waiting requests among which prompts are looked for."""

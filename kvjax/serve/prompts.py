@@ -23,6 +23,10 @@ from kvjax.serve.chunked_prefill import InBlocks, Prompt, Started
 
 AUTO = "auto"
 AUTO_BLOCK = 512  # tokens of a block, where blocks do not change what is kept
+#: The same where beginnings of prompts are stored, which are found in whole blocks: so small that little is computed
+#: again, and so large that a processor is busy with one.
+STORED_BLOCK = {"cpu": 64}
+STORED_BLOCK_ELSEWHERE = 256
 AT_ONCE = 512  # tokens of short prompts that are run together, padding included
 
 
@@ -46,6 +50,7 @@ class Prompts:
         limits: Limits,
         rows: int,
         prefill_block: int | str | None = AUTO,
+        stored: bool = False,
         implementation: Implementation = "auto",
     ):
         """Lowers the spec.
@@ -57,6 +62,7 @@ class Prompts:
           rows: the rows that will decode.
           prefill_block: tokens of a block of a prompt, as in `kvjax.generate`; None for one shot; ``auto`` for
             `AUTO_BLOCK` where blocks do not change what is kept or read, otherwise one shot.
+          stored: whether beginnings of prompts are stored, so that ``auto`` is for smaller blocks.
           implementation: see `kvjax.CacheOptions`.
 
         Raises:
@@ -69,7 +75,7 @@ class Prompts:
         distributed.check_alone(model.params, "serving with a Runner")
         self.model, self.spec, self.limits = calibrated(model, spec, None), spec, limits
         check_positions(model.config, spec.policy.positions)
-        self._rows, self._implementation = rows, implementation
+        self._rows, self._implementation, self._stored = rows, implementation, stored
         self._layouts: dict[int | None, CacheLayout] = {}
         self.block, self.one_shot_reason = self._block(prefill_block)
         self.layout = self._lowered(self._width(min(limits.prompt, self.block or limits.prompt)))
@@ -84,7 +90,8 @@ class Prompts:
         else:
             if reason := changed_by_blocks(self.spec):
                 return None, reason
-            block = AUTO_BLOCK
+            platform = self.model.platform
+            block = STORED_BLOCK.get(platform, STORED_BLOCK_ELSEWHERE) if self._stored else AUTO_BLOCK
         if block >= self.limits.prompt:
             return None, f"no prompt is longer than a block of {block} tokens"
         self.block = block
@@ -95,6 +102,11 @@ class Prompts:
                 raise
             return None, str(error)
         return block, None
+
+    @property
+    def lowered_blocks(self) -> CacheLayout | None:
+        """The layout for prompts in blocks; None if there are none."""
+        return None if self.block is None else self._lowered(None)
 
     def prompt(self, tokens: np.ndarray, new_tokens: int) -> Prompt:
         """Checks a prompt.

@@ -1,7 +1,7 @@
 """Requests, what comes of them, and the checks of their arguments."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -41,6 +41,7 @@ class Request:
       priority: requests of a higher priority are served first, and take the rows of others if none is free; see
         `kvjax.serve.preemption`. Among equal ones, the one that was submitted first. (vLLM's field of this name, and
         the HTTP server's, has the opposite sign: there the lowest number is served first.)
+      namespace: whose prompts it may share in the runner's prefix store; those of others are never found.
       until: see `Until`; for ends that are no single token. It is called on the host after every chunk of tokens, and a
         request may hold its row until the end of the next chunk.
     """
@@ -54,6 +55,7 @@ class Request:
     prefix: "Prefix | None" = None
     early: bool = False
     priority: int = 0
+    namespace: Hashable = None
     until: Until | None = None
 
     def __repr__(self) -> str:
@@ -72,6 +74,7 @@ class Result:
         ``cancelled``: it was cancelled, and has the tokens that it had then; ``error``: the log-probability of the next
         token was not finite.
       prompt: the number of its prompt's tokens, those of its prefix included.
+      found: the number of those that were found in the runner's prefix store.
       error: what ended it, if `reason` is ``error``; otherwise None.
     """
 
@@ -80,6 +83,7 @@ class Result:
     logprobs: np.ndarray
     reason: Reason
     prompt: int
+    found: int = 0
     error: NonFiniteError | None = None
 
     def __repr__(self) -> str:
@@ -124,6 +128,7 @@ class Checked:
     prefix: "Prefix | None"
     early: bool
     priority: int
+    namespace: Hashable
     until: Until | None
 
 
@@ -153,7 +158,8 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
     return Checked(
         tokens.astype(np.int32).reshape(-1), request.max_new_tokens, check_stops(stop, request.stop), own,
         None if request.seed is None else _below("seed", request.seed, SEEDS), _below("number", number, NUMBERS),
-        request.prefix, request.early, _priority(request.priority), request.until,
+        request.prefix, request.early, _priority(request.priority), request.namespace,
+        request.until,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.contexts.prefix_store import PrefixStore
 from kvjax.errors import InputError, NonFiniteError
 from kvjax.generation import compiling
 from kvjax.generation.decoding import CHUNK
@@ -31,6 +32,7 @@ from kvjax.serve import prefix as prefixes
 from kvjax.serve.intake import Intake, Job
 from kvjax.serve.preemption import SWAP_BYTES, SwapSpace, order, preempted_row, yields_to
 from kvjax.serve.prefix import Prefix
+from kvjax.serve.prompt_states import PromptStates
 from kvjax.serve.prompts import AUTO, Prompts
 from kvjax.serve.request import (
     MAX_STOPS,
@@ -83,7 +85,8 @@ class Counts:
       row_steps: steps times rows.
       useful_row_steps: steps of rows that had a request which went on.
       reads: times that the host has waited for the device.
-      prompt_tokens: tokens of prompts that were run.
+      prompt_tokens: tokens of prompts that were run, or found in the prefix store.
+      found_tokens: those of them that were found.
       preemptions: times that a request has lost its row to one of a higher priority.
       swapped_bytes: bytes that these have moved to host memory; as many move back.
     """
@@ -96,6 +99,7 @@ class Counts:
     useful_row_steps: int = 0
     reads: int = 0
     prompt_tokens: int = 0
+    found_tokens: int = 0
     preemptions: int = 0
     swapped_bytes: int = 0
 
@@ -122,6 +126,7 @@ class Runner:
     Attributes:
       counts: what has been done so far.
       prompts: how prompts are run.
+      prefix_store: the states of prompts; None if none are kept.
     """
 
     @plain_signature
@@ -140,6 +145,7 @@ class Runner:
         refill: int | None = None,
         turn_tokens: int = TURN_TOKENS,
         swap_bytes: int = SWAP_BYTES,
+        prefix_store: PrefixStore | None = None,
         implementation: Implementation = "auto",
         storage: Storage | None = None,
         selection: Selection | None = None,
@@ -162,6 +168,9 @@ class Runner:
           turn_tokens: the number of tokens of prompts, padding included, after which the running rows go on.
           swap_bytes: bytes of host memory for the rows of requests that others of a higher priority have taken; 0 =
             no request loses its row.
+          prefix_store: where the states of prompts are kept, so that a prompt that begins like an earlier one is not
+            run again as a whole; see `kvjax.serve.prompt_states`. Answers do not depend on what it has. Several
+            runners of one thread may share it.
           implementation: see `kvjax.CacheOptions`.
           storage: see `kvjax.CacheOptions`.
           selection: see `kvjax.CacheOptions`.
@@ -179,7 +188,7 @@ class Runner:
         rows = model.rows_on_mesh(rows)
         self.prompts = Prompts(
             model, as_spec(policy, storage, selection), limits=limits, rows=rows, prefill_block=prefill_block,
-            implementation=implementation,
+            stored=prefix_store is not None, implementation=implementation,
         )  # fmt: skip
         self.model = self.prompts.model
         self.counts = Counts()
@@ -188,7 +197,11 @@ class Runner:
         self._key = jax.random.key(0) if key is None else key
         self._rows_count, self._chunk = rows, chunk
         self._refill = max(1, rows // 8) if refill is None else min(refill, rows)
-        self._intake = Intake(self.prompts, look=rows, turn_tokens=turn_tokens)
+        states = None if prefix_store is None else PromptStates(prefix_store, self.prompts)
+        self._states, self.prefix_store = states, prefix_store
+        self._intake = Intake(
+            self.prompts, states if states is not None and states.active else None, look=rows, turn_tokens=turn_tokens
+        )  # fmt: skip
         self._swapped = SwapSpace(swap_bytes)
         self._rows: decode_loop.Rows | None = None
         self._jobs: list[Job | None] = [None] * rows
@@ -269,7 +282,8 @@ class Runner:
         """Describes the cache and how prompts are run."""
         block = self.prompts.block
         how = f"in blocks of {block} tokens" if block else f"in one shot: {self.prompts.one_shot_reason}"
-        return f"{self.prompts.layout.explain()}\nprompts: {how}"
+        store = "" if self._states is None else f"\nprefix store: {self._states.explain()}"
+        return f"{self.prompts.layout.explain()}\nprompts: {how}{store}"
 
     def __iter__(self) -> Iterator[Result]:
         """Yields results until every request has ended."""
@@ -298,6 +312,7 @@ class Runner:
                 self._dispatch_ahead()
             found = self._read()
             self.counts.prompt_tokens = self._intake.prompt_tokens
+            self.counts.found_tokens = self._intake.found_tokens
             self.counts.preemptions, self.counts.swapped_bytes = self._swapped.preemptions, self._swapped.moved_bytes
             if not self._flights:
                 self._admit()
@@ -459,6 +474,7 @@ class Runner:
             logprobs=np.concatenate([np.zeros(0, np.float32), *job.logprobs]),
             reason=reason,
             prompt=len(own.tokens) + (0 if own.prefix is None else own.prefix.length),
+            found=job.found,
             error=error,
         )
         return Progress(job.id, tokens, logprobs, result)

@@ -143,7 +143,7 @@ def test_the_trie_against_a_list():
     """Random texts that share beginnings: lookups, the order in which states are dropped, and no node is left over."""
     rng = np.random.default_rng(0)
     trie, model_of, most = StateTrie(400), [], 400
-    for number in range(3_000):
+    for number in range(1_000):
         tokens = rng.integers(0, 2, rng.integers(1, 12)).astype(np.int32)
         text, key = tuple(tokens.tolist()), Key(rng.integers(2), None)
         common = [
@@ -167,5 +167,11 @@ def test_the_trie_against_a_list():
             while sum(each[2] for each in model_of) > most:
                 model_of.pop(0)
         assert trie.total().nbytes == sum(each[2] for each in model_of) <= most
+    # Whatever is asked, it stays within its bytes.
+    for number in range(10_000):
+        tokens = rng.integers(0, 8, 40).astype(np.int32)
+        tokens[: number % 40] = 0
+        trie.add(Key(None, None), tokens, None, 7)
+        assert trie.total().nbytes <= most
     trie.clear()
     assert not trie._roots and trie.total().states == 0

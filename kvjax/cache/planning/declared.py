@@ -196,6 +196,44 @@ def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int
 
 
 @functools.lru_cache(maxsize=1024)
+def reads_prompt_length(policy: Evict, heads: int, slots: int, dim: int, dtype: str) -> bool:
+    """Returns whether what a policy evicts before a prompt has ended may depend on the length of the prompt.
+
+    Args:
+      policy: evicts in each step.
+      heads: see `check_policy`.
+      slots: see `check_policy`.
+      dim: see `check_policy`.
+      dtype: see `check_policy`.
+    """
+    read = False
+
+    class Watched(View):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal read
+            read = read or name == "prompt"
+            return super().__getattribute__(name)
+
+    def run(stats: Stats, position: Array, key: Array, value: Array, row: Array) -> PyTree:
+        params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty_parameters(policy.params, sizes))
+        view = Watched(*_view(policy.name, READABLE, position, key, value, row, False, (), params))
+        made = [policy.priority(stats, view), policy.limit(stats, view)]
+        if policy.merge is not None:
+            ranked = view._replace(priority=made[0]) if policy.merge.ranks else view
+            made.append(policy.merge.fold(key, value, view.live, stats, ranked, 1).key)
+        return made
+
+    shape, sizes = (ROWS, heads, slots), ModelSizes(heads, QUERIES, dim, HIDDEN, dim - dim % 2)
+    if policy.memory or any(each.tail is not None for each in policy.needs):
+        return True
+    stats = {each.name: jax.eval_shape(functools.partial(each.empty, shape)) for each in policy.needs}
+    stats |= {name: jax.ShapeDtypeStruct(shape, FLOAT) for name in policy.remembers}
+    vectors, row = jax.ShapeDtypeStruct((*shape, dim), dtype), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    jax.eval_shape(run, stats, jax.ShapeDtypeStruct(shape, jnp.int32), vectors, vectors, row)
+    return read
+
+
+@functools.lru_cache(maxsize=1024)
 def check_storage(storage: Storage, heads: int, queries: int, dim: int, dtype: str) -> None:
     """Checks the codecs of a storage that are a user's own.
 

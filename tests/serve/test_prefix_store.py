@@ -1,0 +1,96 @@
+"""A runner with a prefix store: answers are equal to the bit, whatever the store has, and less is computed."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheSpec, policies, storage
+from kvjax.cache import Limits
+from kvjax.generation.sampling import Sample
+from kvjax.policies import Fraction
+from kvjax.serve import Request, Runner
+from tests.tiny import random_tokens, tiny
+
+LIMITS, BLOCK = Limits(prompt=48, new_tokens=4), 16
+TEXT = random_tokens(1, 48, seed=21)[0]
+
+
+def prompt(shared, length, seed=0):
+    """Begins like `TEXT`."""
+    return np.concatenate([TEXT[:shared], random_tokens(1, length - shared, seed=100 + seed)[0]])
+
+
+#: Common beginnings within a block, at its end and beyond; a prompt of one block; equal prompts; one that goes on.
+PROMPTS = [
+    TEXT[:30], prompt(20, 30), prompt(16, 29, 1), prompt(40, 44, 2), TEXT[:30], TEXT[:44], prompt(32, 44, 3),
+    prompt(20, 30), TEXT[:6], prompt(10, 26, 4), prompt(40, 44, 2),
+]  # fmt: skip
+#: The cache, the tokens of a block, and the tokens of each prompt that are found.
+SPECS = {
+    "full": (policies.full(), BLOCK, [0, 16, 16, 16, 16, 32, 32, 30, 0, 0, 44]),
+    # From the third prompt on: the second one finds where it leaves the first one. Statistics have the last 4 queries.
+    "snapkv": (policies.snapkv(12, window=4), BLOCK, [0, 0, 16, 16, 30, 16, 32, 30, 0, 0, 44]),
+    # Prompts of different lengths have different budgets.
+    "h2o": (CacheSpec(policies.h2o(Fraction(0.5, min_slots=1)), storage.int8()), BLOCK,
+            [0, 0, 0, 0, 30, 16, 32, 30, 0, 0, 44]),
+    "one shot": (CacheSpec(policies.h2o(12), storage.int8(memory="host")), "auto",
+                 [0, 0, 0, 0, 30, 0, 0, 30, 0, 0, 44]),
+}  # fmt: skip
+
+
+def answers(spec, block, store=None, *, order=range(len(PROMPTS)), namespaces=(None,)):
+    """Returns the result of each prompt, and the runner."""
+    runner = Runner(
+        tiny(layers=1).model, spec, rows=2, limits=LIMITS, prefill_block=block, prefix_store=store
+    )  # fmt: skip
+    for number in order:
+        sampler, namespace = Sample(0.9) if number % 2 else None, namespaces[number % len(namespaces)]
+        runner.submit(
+            Request(tokens=PROMPTS[number], max_new_tokens=4, number=number, sampler=sampler, namespace=namespace)
+        )
+    return dict(zip(order, sorted(runner, key=lambda result: result.id), strict=True)), runner
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.filterwarnings("ignore:budget 0.5")
+def test_answers_do_not_depend_on_the_store(name):
+    spec, block, found = SPECS[name]
+    expected, runner = answers(spec, block)
+    assert runner.counts.found_tokens == 0
+    large, backwards = kvjax.PrefixStore(1 << 30), range(len(PROMPTS))[::-1]
+    makes = {
+        "empty": (large, {}),
+        "full": (large, {"order": backwards}),
+        "divided": (kvjax.PrefixStore(1 << 30), {"order": backwards, "namespaces": ("one", "other")}),
+        "small": (kvjax.PrefixStore(8_000), {}),
+    }
+    for which, (store, options) in makes.items():
+        given, runner = answers(spec, block, store, **options)
+        for number, result in given.items():
+            np.testing.assert_array_equal(result.tokens, expected[number].tokens)
+            np.testing.assert_array_equal(result.logprobs, expected[number].logprobs)
+            assert result.prompt == len(PROMPTS[number])
+        if which == "empty":
+            assert [each.found for each in given.values()] == found
+        total = sum(result.found for result in given.values())
+        assert runner.counts.found_tokens == total <= runner.counts.prompt_tokens == sum(map(len, PROMPTS))
+        assert total > 0 and store.nbytes <= store.max_bytes
+        if which == "divided":
+            # The last prompt is the fourth one, and another's.
+            counts = [store.counts(each) for each in ("one", "other")]
+            assert given[3].found < 44 and sum(each.saved_tokens for each in counts) == total
+        else:
+            assert which == "small" or max(given[3].found, given[10].found) == 44
+
+
+def test_states_are_not_kept_where_keys_depend_on_the_length():
+    model = tiny(layers=1).model
+    rope = dataclasses.replace(model.config.rope, scaling="dynamic", factor=2.0, original_max_positions=64)
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
+    store = kvjax.PrefixStore(1 << 30)
+    runner = Runner(model, policies.full(), rows=1, limits=LIMITS, prefill_block=BLOCK, prefix_store=store)
+    assert "prefix store: not used: under dynamic RoPE" in runner.explain()
+    runner.submit(Request(tokens=TEXT[:30], max_new_tokens=1))
+    assert [each.found for each in runner] == [0] and len(store) == 0
