@@ -27,3 +27,17 @@ def size(count: float | None) -> str:
       count: the number of bytes; None if unknown.
     """
     return si(count, "B")
+
+
+def parse_size(text: str) -> int:
+    """Returns the number of bytes that a text such as ``2GB``, ``500 MB`` or ``4096`` says, in decimal units.
+
+    Raises:
+      ValueError: it is not of this form, or negative.
+    """
+    number = text.strip().removesuffix("B").strip()
+    factor = next((factor for factor, prefix in SI_PREFIXES if number.lower().endswith(prefix.lower())), 1.0)
+    made = float(number[:-1] if factor > 1 else number) * factor
+    if not (math.isfinite(made) and made >= 0):
+        raise ValueError(f"{text!r} is not a number of bytes")
+    return int(made)

@@ -17,6 +17,7 @@ from kvjax.errors import KvjaxError
 from kvjax.specs import names
 from kvjax.specs.names import DTYPES
 from kvjax.typing import IMPLEMENTATIONS
+from kvjax.units import parse_size
 
 USAGE_ERROR = 2
 WIDTH = 120  # columns of the help text
@@ -31,6 +32,13 @@ def _port(text: str) -> int:
     if not 0 <= (port := int(text)) <= 65535:
         raise argparse.ArgumentTypeError(f"must be from 0 to 65535; got {port}")
     return port
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of bytes, such as 2GB; got {text}") from None
 
 
 def _block(text: str) -> Any:
@@ -74,6 +82,11 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
     },
     "requests": {
+        "prefix-cache": (
+            "bytes for the states of prompts, such as 4GB: what prompts of an API key have in common is computed once; "
+            "0 = none; else 1GB where blocks of a prompt do not change what is kept of it, otherwise 0",
+            {"type": _size, "metavar": "BYTES"},
+        ),
         "rows": ("requests that are answered at the same time", {"type": int, "default": 8}),
         "waiting": (
             "requests that may wait in addition to these; others are refused with a Retry-After",

@@ -25,6 +25,7 @@ class Choice:
       token_texts: what the first tokens have of the text; without a tokenizer, their numbers.
       reason: why it has ended; None before.
       prompt: the number of its prompt's tokens; 0 before it has ended.
+      found: the number of those that were not computed, since the state of an earlier prompt had them.
     """
 
     index: int
@@ -34,6 +35,7 @@ class Choice:
     token_texts: list[TokenText] = dataclasses.field(default_factory=list)
     reason: str | None = None
     prompt: int = 0
+    found: int = 0
 
     def add(self, piece: StreamChunk) -> None:
         """Adds a piece."""
@@ -45,7 +47,7 @@ class Choice:
         else:
             self.token_texts += piece.token_texts
         if piece.result is not None:
-            self.reason, self.prompt = piece.result.reason, piece.result.prompt
+            self.reason, self.prompt, self.found = piece.result.reason, piece.result.prompt, piece.result.found
 
 
 class Answer:
@@ -101,12 +103,14 @@ class Answer:
         choice = {"index": index, "finish_reason": reason, "logprobs": logprobs} | content
         return _sent(self._part | {"choices": [choice]})
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> JsonObject:
         # The prompt of several choices counts once.
         each = len(self.choices) // max(self._call.prompts, 1)
         prompt = sum(choice.prompt for choice in self.choices[::each])
         new = sum(len(choice.tokens) for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        made: JsonObject = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        found = sum(choice.found for choice in self.choices[::each])
+        return made | ({"prompt_tokens_details": {"cached_tokens": found}} if found else {})
 
     def _logprobs(self, choice: Choice, start: int) -> JsonObject:
         """The log-probabilities of the tokens from `start` on whose text is there."""

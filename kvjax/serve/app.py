@@ -6,6 +6,7 @@ Both are pure Python.
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import time
@@ -176,8 +177,31 @@ class _Pages:
             "prompt_tokens": counts.prompt_tokens,
             "useful_row_steps": counts.useful_row_steps,
             "row_steps": counts.row_steps,
+            "prefix_cache": self._prefix_cache(request),
         }
         return JSONResponse(about, 200 if error is None else 503)
+
+    def _prefix_cache(self, request: Request) -> JsonObject | None:
+        """The counts of the states of prompts: those of the caller's key, where the server has keys, and otherwise all.
+
+        Who has no key is not told what others' prompts find.
+        """
+        store = self._engine.prefix_store
+        if store is None:
+            return None
+        about: JsonObject = {"max_bytes": store.max_bytes}
+        if (namespace := self._namespace(request)) is None and self._keys:
+            return about
+        counts = store.counts(namespace)
+        return about | {
+            "bytes": counts.nbytes, "states": counts.states, "hits": counts.hits, "misses": counts.misses,
+            "found_tokens": counts.saved_tokens,
+        }  # fmt: skip
+
+    def _namespace(self, request: Request) -> bytes | None:
+        """Returns whose states a request shares: those of its API key. Without keys, all clients share theirs."""
+        token = bearer_token(dict(request.headers.raw).get(b"authorization", b""))
+        return token if self._keys and is_among(token, self._keys) else None
 
     async def models(self, request: Request) -> Response:
         self._authorise(request)
@@ -223,6 +247,10 @@ class _Pages:
                 call = await asyncio.to_thread(read, kind, body, self._served, text)
             except RecursionError:
                 raise ApiError(400, "the values of the body are nested too deeply.") from None
+        namespace = self._namespace(request)
+        call = dataclasses.replace(
+            call, requests=[dataclasses.replace(each, namespace=namespace) for each in call.requests]
+        )
         answer, pieces = Answer(call, self._served), Pieces()
         tickets: list[Ticket] = []
         await _while_connected(request.receive, self._submit(call, pieces, client, tickets))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvjax.contexts.prefix_store import PrefixStore
 from kvjax.errors import InputError
 from kvjax.serve.clients import Client, FairQueue
 from kvjax.serve.request import Progress, Request, Result
@@ -115,6 +116,11 @@ class Engine:
     def counts(self) -> Counts:
         """The counts of the runner after its last chunk."""
         return self._counts
+
+    @property
+    def prefix_store(self) -> PrefixStore | None:
+        """The states of prompts; None if none are kept."""
+        return self._runner.prefix_store
 
     def submit(self, requests: list[Asked], client: Client = SHARED, *, places: int | None = None) -> list[Ticket]:
         """Adds requests, all of them or none.

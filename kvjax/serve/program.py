@@ -10,6 +10,7 @@ from pathlib import Path
 from kvjax import products
 from kvjax.cache import Limits
 from kvjax.checkpoint.huggingface import load
+from kvjax.contexts.prefix_store import PrefixStore
 from kvjax.errors import ConfigError, PolicyError
 from kvjax.lm_eval import options
 from kvjax.models.calibrate import calibrated
@@ -17,11 +18,13 @@ from kvjax.parallel.rules import Rules
 from kvjax.parallel.sharding import make_mesh
 from kvjax.serve import address
 from kvjax.serve.api_keys import read_keys
+from kvjax.serve.prompts import changed_by_blocks
 from kvjax.serve.request import Request
 from kvjax.serve.runner import Runner
 from kvjax.storage.calibration import load_calibration
 
 PRIORITY = "priority"  # of --scheduling-policy
+PREFIX_CACHE = 10**9  # bytes of the states of prompts, unless a flag says otherwise
 
 
 def runner_for(flags: argparse.Namespace) -> Runner:
@@ -35,10 +38,13 @@ def runner_for(flags: argparse.Namespace) -> Runner:
     model = load(flags.model, dtype=flags.dtype, mesh=mesh, rules=Rules.parse(flags.rules), weights=flags.weights)
     if flags.calibration is not None:
         model = calibrated(model, spec, load_calibration(flags.calibration))
+    if (max_bytes := flags.prefix_cache) is None:
+        max_bytes = 0 if changed_by_blocks(spec) else PREFIX_CACHE
     return Runner(
         model, spec, rows=flags.rows, limits=Limits(prompt=flags.prompt, new_tokens=flags.new_tokens),
         prefill_block=flags.prefill_block, chunk=flags.chunk, turn_tokens=max(512, flags.prompt // 8),
-        swap_bytes=flags.swap_bytes, implementation=flags.implementation,
+        swap_bytes=flags.swap_bytes, prefix_store=PrefixStore(max_bytes) if max_bytes else None,
+        implementation=flags.implementation,
     )  # fmt: skip
 
 

@@ -72,6 +72,11 @@ class StoredPrompt:
         self.step, self.found = blocks.step, blocks.done * blocks.step
         self._states, self._key, self._prompt, self._blocks, self._snapshot = states, key, prompt, blocks, snapshot
 
+    @property
+    def state(self) -> KVState:
+        """The cache after the last block that was dispatched, in the arrays of the prompt phase."""
+        return self._blocks.state
+
     def advance(self) -> Started | None:
         """Dispatches the next block; returns the prompt's state after the last one, which is then stored."""
         started = self._blocks.advance()

@@ -93,9 +93,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model, *, waiting=300, step=None, by_priority=False, **options):
+def serving(model, *, waiting=300, step=None, store=None, by_priority=False, **options):
     """A server of its own; `step` replaces that of its runner, which it is given."""
-    runner = Runner(model, POLICY, rows=4, limits=LIMITS, chunk=8)
+    runner = Runner(model, POLICY, rows=4, limits=LIMITS, chunk=8, prefix_store=store)
     if step is not None:
         whole = runner.step
         runner.step = lambda: step(whole)
@@ -392,6 +392,45 @@ def test_keys_of_any_letters(model):
             (b"tw", 401),
         ):
             assert server.ask("GET", "/v1/models", None, {"authorization": b"Bearer " + key})[0] == status, key
+
+
+def test_states_of_prompts_belong_to_a_key(model):
+    """Neither answers nor counts of one key show what another one has asked; who has none is not told of any."""
+    keys = b"one", b"two"
+    with serving(model, api_keys=keys, store=kvjax.PrefixStore(1 << 24)) as server:
+
+        def ask(key, prompt=PROMPTS[1]):
+            body = {"prompt": prompt, "temperature": 0, "max_tokens": 4}
+            usage = json.loads(server.ask("POST", "/v1/completions", body, {"authorization": b"Bearer " + key})[2])
+            return usage["choices"][0]["text"], usage["usage"].get("prompt_tokens_details")
+
+        def counts(key):
+            given = {} if key is None else {"authorization": b"Bearer " + key}
+            return json.loads(server.ask("GET", "/health", None, given)[2])["prefix_cache"]
+
+        length = len(model.tokenizer.encode(PROMPTS[1]))
+        text, none = ask(b"one")
+        assert none is None and counts(b"two")["bytes"] == counts(b"two")["misses"] == 0
+        assert ask(b"two") == (text, None) and ask(b"one") == (text, {"cached_tokens": length})
+        assert ask(b"one", PROMPTS[2])[1] is None
+        one, two = map(counts, keys)
+        assert (one["hits"], one["misses"], one["found_tokens"], one["states"]) == (1, 2, length, 2)
+        assert (two["hits"], two["misses"], two["found_tokens"], two["states"]) == (0, 1, 0, 1)
+        assert one["bytes"] == 2 * two["bytes"] > 0
+        assert counts(None) == counts(b"three") == {"max_bytes": 1 << 24}
+        # Neither does what all have sent say which of it was found.
+        assert server.health()["prompt_tokens"] == 3 * length + len(model.tokenizer.encode(PROMPTS[2]))
+
+
+def test_bytes_of_the_prefix_cache():
+    def given(*flags):
+        return command.parser().parse_args(["--model=kvjax-tiny", *flags]).prefix_cache
+
+    sizes = {"0": 0, "4096": 4096, "2GB": 2 * 10**9, "1.5 MB": 1_500_000, "3k": 3000}
+    assert given() is None and {text: given(f"--prefix-cache={text}") for text in sizes} == sizes
+    for wrong in ("-1", "much", "2GiB", "nan"):
+        with pytest.raises(SystemExit):
+            given(f"--prefix-cache={wrong}")
 
 
 def test_a_flood_leaves_others_their_share(model):
