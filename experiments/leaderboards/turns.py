@@ -1,24 +1,30 @@
 """A second page of a leaderboard whose tasks have several questions about one context: scores by turn, and costs."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from experiments.leaderboards.page import interval
 from experiments.reports import plots, tables
-from experiments.tasks.conversations import BYTES, HELD, RECOMPUTED
+from experiments.tasks.conversations import BYTES, HELD, MODES, MULTI_TURN, RECOMPUTED, SINGLE
 from kvjax.typing import JsonObject
 
 PAGE, PLOT = "turns.md", "turns.png"
 LATER = "later turns"
 FULL = "full"
+_MODE = re.compile(r"\bmode=(\w+)(?:, )?")  # in the text of a task
 ABOUT = """\
 Scores by turn of questions about one context, of 100, with 95 % intervals by the bootstrap over contexts. *Later turns*
 is the mean of all turns but the first, less the first, context by context. *Slots held* is what a KV head holds when it
 answers, of what the full cache holds. *Kilobytes* are those of the arrays of a context, which have room for the whole
 conversation. *Recomputed* is the number of tokens of a context that go through the model more than once, because each
 question has a prompt of its own."""
+ABOUT_MODES = """\
+The mean of all turns but the first in each mode, and its difference from that of the same questions with prompts of
+their own (`single`), context by context."""
 
 
 def turns_of(scores: Mapping[str, Any]) -> JsonObject:
@@ -50,6 +56,7 @@ def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
     if not tasks:
         return {}
     lines = ["# By turn", "", ABOUT, "", f"`{found['command']}`", ""]
+    lines += _modes(tasks)
     for task, caches in tasks.items():
         lines += [f"## {task}", "", tables.table([_line(task, *each) for each in caches.items()], "github"), ""]
     return {PAGE: "\n".join([*lines, f"![scores by turn]({PLOT})"]) + "\n", PLOT: plot(tasks)}
@@ -64,14 +71,40 @@ def _caches(rows: Sequence[Mapping[str, Any]], task: str) -> dict[str, JsonObjec
     return found
 
 
+def _modes(tasks: Mapping[str, Mapping[str, JsonObject]]) -> list[str]:
+    """Returns a table for each task that was asked in several modes, one of them `single`."""
+    groups: dict[str, dict[str, Mapping[str, JsonObject]]] = {}
+    for task, caches in tasks.items():
+        found = _MODE.search(task)
+        groups.setdefault(_MODE.sub("", task), {})[MULTI_TURN if found is None else found[1]] = caches
+    lines = []
+    for task, own in groups.items():
+        modes = [mode for mode in reversed(MODES) if mode in own]
+        if SINGLE not in modes or len(modes) == 1:
+            continue
+        shown = []
+        for cache in own[SINGLE]:
+            later = {mode: np.array([np.mean(row[1:]) for row in own[mode][cache]["by_turn"]]) for mode in modes}
+            line = {"cache": cache} | {mode: _shown(later[mode], f"{cache} {task} {mode}") for mode in modes}
+            for mode in modes[1:]:
+                less = _shown(later[mode] - later[SINGLE], f"{cache} {task} {mode} {SINGLE}", sign="+")
+                line[f"{mode} less {SINGLE}"] = less
+            shown.append(line)
+        lines += [f"## Modes of {task}", "", ABOUT_MODES, "", tables.table(shown, "github"), ""]
+    return lines
+
+
+def _shown(values: ArrayLike, seed: str, sign: str = "") -> str:
+    low, high = interval(values, seed)
+    return f"{np.mean(np.asarray(values)):{sign}.0f} ({low:{sign}.0f} to {high:{sign}.0f})"
+
+
 def _line(task: str, cache: str, found: Mapping[str, Any]) -> dict[str, str]:
     line = {"cache": cache}
     for number, values in enumerate(by_number(found["by_turn"]), 1):
-        low, high = interval(values, f"{cache} {task} {number}")
-        line[f"turn {number}"] = f"{values.mean():.0f} ({low:.0f} to {high:.0f})"
+        line[f"turn {number}"] = _shown(values, f"{cache} {task} {number}")
     if later := [np.mean(each[1:]) - each[0] for each in found["by_turn"] if len(each) > 1]:
-        low, high = interval(later, f"{cache} {task} {LATER}")
-        line[LATER] = f"{np.mean(later):+.0f} ({low:+.0f} to {high:+.0f})"
+        line[LATER] = _shown(later, f"{cache} {task} {LATER}", sign="+")
     return line | {
         HELD: f"{found[HELD]:.0f} %",
         "kilobytes": f"{found[BYTES] / 1000:,.0f}",
@@ -98,6 +131,6 @@ def plot(tasks: Mapping[str, Mapping[str, JsonObject]]) -> bytes:
             ax.plot(range(1, len(means) + 1), means, marker="o", markersize=3, linewidth=1, color=color[cache])
             ends.append((len(means), means[-1], cache, color[cache]))
         ax.set_xticks(range(1, most + 1))
-        ax.set_ylim(-3, 103)
+        ax.set_ylim(-8, 104)
         plots.label_lines(ax, ends)
     return plots.png(figure)

@@ -136,10 +136,18 @@ def test_page_by_turn():
         "turns": {"full": full, "cache": turns([[100.0, 0.0, 0.0], [0.0, 100.0]], 12.5, 720)}
     }
     rows[1]["tasks"]["recall(mode=single)"] = {"turns": {"full": full, "cache": full}}
+    for row, values in zip(rows, ([[100.0, 100.0, 100.0], [0.0, 50.0]], full["by_turn"]), strict=True):
+        other = turns(values, 50.0, 0)
+        row["tasks"]["recall(mode=multi_turn)"] = {"turns": {"full": full, "cache": other}}
     found = {"rows": [*rows, {"cache": "roco", "status": "failed"}], "command": "the command"}
     files = turns_page.files(found)
     text = files[turns_page.PAGE]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    # Later turns of the two contexts: 0 and 100 of single, 100 and 50 of multi_turn.
+    assert "## Modes of recall()" in text
+    assert lines[0] == ["cache", "single", "multi_turn", "multi_turn less single"]
+    assert lines[3] == ["h2o, 10 %", "50 (0 to 100)", "75 (50 to 100)", "+25 (-50 to +100)"]
+    lines = lines[5:10]
     assert lines[0] == ["cache", "turn 1", "turn 2", "turn 3", "later turns", "slots held", "kilobytes", "recomputed"]
     assert [line[0] for line in lines[2:]] == ["full", "h2o, 10 %", "full + int4"]
     # (0 - 100) and (100 - 0): the first context has two later turns.
