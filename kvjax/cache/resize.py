@@ -1,80 +1,141 @@
-"""Changes the number of slots of arrays that hold single slots, between steps."""
+"""Changes the sizes of a cache's arrays, between steps."""
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax.cache import store_order
-from kvjax.cache.arrangements.single_slots import SlotArrangement
+from kvjax.cache.arrangements import ARRANGEMENTS
+from kvjax.cache.arrangements.base import PromptSlots
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import constrain, constrain_slots, empty_stats, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot
-from kvjax.parallel import host_memory
+from kvjax.parallel.host_memory import pad
+from kvjax.storage.base import UNROTATED
+from kvjax.storage.layouts import SingleSlots, Tiers
+from kvjax.storage.side import PROMPT
 
 Array = jax.Array
 
 
-def refuses(group: Group) -> str | None:
-    """Returns why the arrays of a group cannot change their size, or None if they can."""
-    if not isinstance(group.arrangement, SlotArrangement):
-        return f"storage {group.storage.label} encodes tokens in blocks, in arrays whose size is fixed at the prompt"
-    if group.storage.on_host:
-        return f"storage {group.storage.label} is in host memory, in arrays whose size is fixed at the prompt"
-    if not group.selection.reads_all:
-        return f"selection {group.selection.name} has an index whose size is fixed at the prompt"
+def refuses(before: Group, after: Group) -> str | None:
+    """Returns why what the arrays of a group hold cannot be moved to those of another, or None if it can be.
+
+    The arrays of `after` are those of the same policy, storage and selection for more tokens. A storage that encodes
+    nothing of a short text holds it as another storage.
+
+    Args:
+      before: a group of heads while decoding.
+      after: the same heads in arrays of other sizes.
+    """
+    if before.memory != after.memory:
+        return f"policy {after.policy.name} has a memory whose size is that of the prompt"
+    if before.arrangement is after.arrangement and not _begins_to_encode(before, after):
+        return after.arrangement.refuses_resize(before, after)
+    storage, layout = after.storage, after.storage.layout
+    if storage.sides_of(PROMPT):
+        return f"storage {storage.label} encodes nothing of so few tokens, and makes its scales when the prompt ends"
+    if isinstance(layout, Tiers):
+        return None if before.storage == layout.high else f"storage {storage.label} holds fewer tokens in another form"
+    exact = before.storage.exact and not before.storage.on_host and len(before.slots) == 1
+    if storage.sides or storage.frame == UNROTATED or not exact or not before.selection.reads_all:
+        return f"storage {storage.label} encodes nothing of so few tokens"
     return None
 
 
-def resized(layer: LayerKV, before: Group, after: Group, *, fresh: bool = False) -> LayerKV:
-    """Moves the slots of a group into arrays of another size.
+def _begins_to_encode(before: Group, after: Group) -> bool:
+    """Returns whether a storage of single slots encodes tokens in arrays of more slots only."""
+    return after.arrangement is ARRANGEMENTS[SingleSlots] and before.storage != after.storage
 
-    Larger arrays have the slots where they were, followed by empty ones. In smaller arrays the live slots, which must
-    fit, are ordered by age.
+
+def resized(
+    layer: LayerKV, before: Group, after: Group, length: Array, dtype: DTypeLike, *, fresh: bool = False
+) -> LayerKV:
+    """Moves the slots of a group into arrays of other sizes.
+
+    Larger arrays have the slots where they were, followed by empty ones. In smaller arrays, which are of single slots,
+    the live slots, which must fit, are ordered by age.
 
     Args:
       layer: in the arrays of `before`.
-      before: a group that `refuses` accepts.
-      after: the same group with another number of slots in some store.
+      before: a group of heads.
+      after: a group that `refuses` accepts.
+      length: [B] int32 tokens of each row.
+      dtype: of the model.
       fresh: whether statistics and memories are those of `after`, and begin anew.
     """
     if fresh:
-        layer = resized(layer.replace(stats={}, memory={}), before, after)
+        layer = resized(layer.replace(stats={}, memory={}), before, after, length, dtype)
         batch, heads, _ = layer.position.shape
         memory = {each.name: each.empty((batch, heads, after.queries), layer.dim) for each in after.memory}
         stats = empty_stats(after.needs, after.remembers, slots_of(layer.position))
         return layer.replace(stats=stats, memory=memory)
-    if before.slots == after.slots:
+    if before.slots == after.slots and before.storage == after.storage:
         return layer
-    parts = layer.parts
-
-    def per_store(leaf: Array) -> list[Array]:
-        return store_order.separated(leaf, before.slots, parts)
-
-    own = PerSlot(layer.stats, {name: layer.index[name] for name in before.selection.per_slot})
-    leaves, tree = jax.tree.flatten(own)
-    split = [per_store(leaf) for leaf in leaves]
-    positions, stores, moved = [], [], []
-    for number, (position, store) in enumerate(zip(per_store(layer.position), layer.stores, strict=True)):
-        slots = after.slots[number]
-        if slots >= before.slots[number]:
-            positions.append(_padded(position, slots, EMPTY))
-            stores.append(jax.tree.map(lambda leaf, slots=slots: _padded(leaf, slots), store))
-            moved.append([_padded(each[number], slots) for each in split])
-        else:
-            # [B, K, slots]
-            order = oldest_first(position, position >= 0, slots)
-            positions.append(take(position, order, slots, EMPTY))
-            stores.append(jax.tree.map(lambda leaf, order=order, slots=slots: take(leaf, order, slots), store))
-            moved.append([take(each[number], order, slots) for each in split])
-    joined = [store_order.joined(each, parts) for each in zip(*moved, strict=True)]
-    made: PerSlot = jax.tree.unflatten(tree, joined)
-    position = store_order.joined(positions, parts)
-    layer = layer.replace(position=position, stores=tuple(stores), stats=made.stats, index=layer.index | made.index)
-    return constrain_slots(layer, after.per_head) if after.slot_axes else constrain(layer)
+    per_slot = PerSlot(layer.stats, {name: layer.index[name] for name in after.selection.per_slot})
+    if before.arrangement is after.arrangement and not _begins_to_encode(before, after):
+        made = _moved(layer, per_slot, before, after, dtype)
+    elif isinstance(after.storage.layout, Tiers):
+        made = _with_low_tier(layer, after, dtype)
+    else:
+        # As at the end of a prompt, whose tokens are exact until then.
+        made, own = after.arrangement.convert(PromptSlots(layer, per_slot, after, length, layer.sides, in_place=False))
+        made = made.replace(stats=own.stats, index=layer.index | own.index)
+    return constrain_slots(made, after.per_head) if after.slot_axes else constrain(made)
 
 
-def _padded(leaf: Array, slots: int, fill: int = 0) -> Array:
-    """Adds slots to the end of an array [B, K, S, ...]."""
-    if host_memory.on_host(leaf):
-        raise AssertionError("arrays in host memory keep their size")
-    pad = ((0, 0), (0, 0), (0, slots - leaf.shape[2]), *((0, 0),) * (leaf.ndim - 3))
-    return jnp.pad(leaf, pad, constant_values=fill)
+def _moved(layer: LayerKV, per_slot: PerSlot, before: Group, after: Group, dtype: DTypeLike) -> LayerKV:
+    """Moves slots between arrays of the same stores."""
+    first = before.unranked_stores
+    leaves, tree = jax.tree.flatten(per_slot)
+    # Per leaf, the arrays of each store that has statistics.
+    split = [store_order.separated(leaf, before.slots[first:], layer.parts) for leaf in leaves]
+    own_at = store_order.separated(layer.position, before.slots, layer.parts)
+    orders = [
+        oldest_first(position, position >= 0, slots) if slots < old else None
+        for position, old, slots in zip(own_at, before.slots, after.slots, strict=True)
+    ]
+
+    def move(leaf: Array, number: int, fill: int = 0) -> Array:
+        order, slots = orders[number], after.slots[number]
+        return pad(leaf, slots, fill) if order is None else take(leaf, order, slots, fill)
+
+    positions = [move(position, number, EMPTY) for number, position in enumerate(own_at)]
+    moved = [
+        store_order.joined([move(leaf, first + number) for number, leaf in enumerate(own)], layer.parts)
+        for own in split
+    ]
+    if all(order is None for order in orders):
+        stores = after.arrangement.resized(layer, before, after)
+    else:
+        stores = tuple(
+            jax.tree.map(lambda leaf, number=number: move(leaf, number), store)
+            for number, store in enumerate(layer.stores)
+        )
+    own: PerSlot = jax.tree.unflatten(tree, moved)
+    index = _index(layer, after, dtype) | own.index
+    position = store_order.joined(positions, layer.parts)
+    return layer.replace(position=position, stores=stores, stats=own.stats, index=index)
+
+
+def _with_low_tier(layer: LayerKV, after: Group, dtype: DTypeLike) -> LayerKV:
+    """Returns slots of which none has been evicted in arrays with a second tier."""
+    (low, _), _ = after.arrangement.empty(after, slots_of(layer.position)[:2], layer.dim, dtype)
+    first, slots = after.slots
+    high, stats = jax.tree.map(lambda leaf: pad(leaf, slots), (layer.stores[0], layer.stats))
+    # [B, K, low]
+    empty = jnp.full((*layer.position.shape[:2], first), EMPTY, jnp.int32)
+    position = jnp.concatenate([empty, pad(layer.position, slots, EMPTY)], axis=2)
+    return layer.replace(position=position, stores=(low, high), stats=stats)
+
+
+def _index(layer: LayerKV, after: Group, dtype: DTypeLike) -> dict[str, Array]:
+    """Returns the arrays of a selection's index that have no entry for each slot, in their sizes of `after`."""
+    selection = after.selection
+    batch, heads, _ = slots_of(layer.position)
+    empty = selection.init((batch, heads, after.capacity), layer.dim, dtype)
+
+    def larger(old: Array, new: Array) -> Array:
+        return old if old.shape == new.shape else jax.lax.dynamic_update_slice(new, old, (0,) * old.ndim)
+
+    return {name: larger(old, empty[name]) for name, old in layer.index.items() if name not in selection.per_slot}

@@ -13,9 +13,9 @@ from kvjax.arguments import plain_signature
 from kvjax.cache.groups import Group
 from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import CacheLayout
-from kvjax.cache.resize import refuses
 from kvjax.cache.state import KVState
-from kvjax.contexts.feed import copy_rows, resize
+from kvjax.contexts.feed import copy_rows
+from kvjax.contexts.room import in_arrays, with_sizes
 from kvjax.contexts.turns import same_calibration, same_weights
 from kvjax.errors import InputError
 from kvjax.generation.context import Context, padded_rows
@@ -58,17 +58,12 @@ def join(first: Context, second: Context) -> Context:
       InputError: the contexts are of different models or caches, or their arrays have different sizes and cannot grow.
     """
     _check_alike(first, second)
-    before = first.layout.decode, second.layout.decode
-    after = tuple(
-        tuple(_larger(*groups) for groups in zip(*layers, strict=True)) for layers in zip(*before, strict=True)
-    )
-    states = [resize(each.state, before=own, after=after) if own != after else each.state
-              for each, own in zip((first, second), before, strict=True)]  # fmt: skip
-    states[1] = arranged_state(states[1], stacked_runs(states[0].layers))
+    first, second = _in_larger_arrays(first, second)
+    states = [first.state, arranged_state(second.state, stacked_runs(first.state.layers))]
     with _on_mesh(first):
         state: KVState = jax.tree.map(_concatenated, *states)
         logits = jnp.concatenate([first.logits, second.logits])
-    whole = Context(logits, state, dataclasses.replace(first.layout, decode=after), made=first.made)
+    whole = Context(logits, state, first.layout, made=first.made)
     start = first.logits.shape[0]
     chosen = [*range(first.num_rows), *range(start, start + second.num_rows)]
     texts, spans = (
@@ -125,7 +120,7 @@ def _check_alike(first: Context, second: Context) -> None:
             one, two = (getattr(made.spec, name) for made in (first.made, second.made))
             if one != two:
                 different.append(f"the {name}, {one!r} and {two!r}")
-    if not different and _without_slots(first.layout) != _without_slots(second.layout):
+    elif _without_slots(first.layout) != _without_slots(second.layout):
         different.append("the groups of heads of their layouts")
     if different:
         raise InputError(f"contexts can be joined if they were made alike; these differ in {'; '.join(different)}.")
@@ -135,16 +130,30 @@ def _without_slots(layout: CacheLayout) -> list[list[Group]]:
     return [[dataclasses.replace(group, slots=(), array_sizes=None) for group in layer] for layer in layout.decode]
 
 
-def _larger(one: Group, two: Group) -> Group:
-    """Returns the group of larger arrays."""
-    if one == two:
-        return one
-    if reason := refuses(one):
-        raise InputError(
-            f"contexts of {one.capacity} and {two.capacity} slots cannot be joined: {reason}; prefill both with the "
-            "same limits."
+def _in_larger_arrays(first: Context, second: Context) -> tuple[Context, Context]:
+    """Returns two contexts in arrays of equal sizes, those of the larger ones."""
+    if first.layout.decode == second.layout.decode:
+        return first, second
+    one, two = (None if each.made is None else each.made.sizes for each in (first, second))
+    slots = " and ".join(str(each.layout.groups[0].capacity) for each in (first, second))
+    about, instead = f"contexts of {slots} slots cannot be joined", "prefill both with the same limits"
+    if one is None or two is None:
+        raise InputError(f"{about}: their caches are not known; {instead}.")
+    both = dataclasses.replace(
+        one, prompt=max(one.prompt, two.prompt), budget_prompt=max(one.budget_prompt, two.budget_prompt),
+        shortest=min(one.shortest, two.shortest), following=max(one.following, two.following),
+    )  # fmt: skip
+    made = [with_sizes(each, both, about=about, instead=instead) for each in (first, second)]
+    # Budgets may have made the slots of one more.
+    decode = tuple(
+        tuple(
+            dataclasses.replace(own, slots=tuple(map(max, own.slots, other.slots)))
+            for own, other in zip(*layers, strict=True)
         )
-    return dataclasses.replace(one, slots=tuple(map(max, one.slots, two.slots)))
+        for layers in zip(*(each.layout.decode for each in made), strict=True)
+    )
+    first, second = (in_arrays(each, dataclasses.replace(each.layout, decode=decode)) for each in made)
+    return first, second
 
 
 def _concatenated(one: Array, two: Array) -> Array:

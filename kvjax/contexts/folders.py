@@ -25,15 +25,14 @@ from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.layer_stack import LayerRun, arranged_state, stacked_runs
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import Sizes
-from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState
 from kvjax.checkpoint import orbax
 from kvjax.contexts import spec_text
+from kvjax.contexts.room import lowered_layout
 from kvjax.errors import CheckpointError, InputError, shown
 from kvjax.generation.context import Context, Made, Span
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
-from kvjax.models import layer_loop
 from kvjax.models.digest import model_digest
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, host_memory
@@ -183,7 +182,11 @@ def load(
         raise CheckpointError(f"{path} was saved with another {'; '.join(different)}.")
     try:
         sizes = Sizes(**about["sizes"])
-        layout = _layout(model, spec, sizes, options, about["slots"])
+        layout = lowered_layout(model, spec, sizes, options)
+        layout = dataclasses.replace(layout, decode=tuple(
+            tuple(dataclasses.replace(group, slots=tuple(own)) for group, own in zip(groups, each, strict=True))
+            for groups, each in zip(layout.decode, about["slots"], strict=True)
+        ))  # fmt: skip
         runs = tuple(LayerRun(*map(int, run)) for run in about["runs"])
         rows = int(about["rows"])
         boundaries = tuple(tuple(Span(*span) for span in own) for own in about["boundaries"])
@@ -232,23 +235,6 @@ def _fields_digest(about: JsonObject) -> str:
     """Returns the SHA-256 of all fields but that of this digest."""
     fields = {name: value for name, value in about.items() if name != "about"}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def _layout(
-    model: Model, spec: CacheSpec, sizes: Sizes, options: CacheOptions, slots: list[list[list[int]]]
-) -> CacheLayout:
-    """Returns the layout of a context, whose arrays may have another number of slots than those of its prompt."""
-    with model.on_mesh():
-        layout = lower(
-            spec, model.config, sizes, np.array([sizes.budget_prompt], np.int32),
-            implementation=options.implementation, platform=model.platform, dtype=model.dtype,
-        ).layout  # fmt: skip
-    decode = tuple(
-        tuple(dataclasses.replace(group, slots=tuple(own)) for group, own in zip(groups, each, strict=True))
-        for groups, each in zip(layout.decode, slots, strict=True)
-    )
-    runs = layer_loop.possible_runs(model.config, model.params, layout.prompt, layout.decode)
-    return dataclasses.replace(layout, decode=decode, runs=runs)
 
 
 def state_shapes(model: Model, layout: CacheLayout, rows: int) -> KVState:

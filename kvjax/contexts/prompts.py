@@ -43,8 +43,7 @@ def prefill(
       tokens: see `kvjax.generate`.
       policy: see `kvjax.generate`.
       room: the number of tokens of a row in all that arrays are made for, those that follow the prompt included; None
-        for 256 more than the longest prompt, or as many as ``limits.new_tokens``. Where every token is held exactly,
-        arrays grow when more tokens follow.
+        for 256 more than the longest prompt, or as many as ``limits.new_tokens``. Arrays grow when more tokens follow.
       keep: numbers of tokens, ascending, after which the contexts are kept as `Context.snapshots`. The prompt is cut
         there: a policy evicts at the end of each part. A row that is shorter than a part has all of its tokens.
       lengths: see `kvjax.generate`.

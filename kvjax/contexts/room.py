@@ -1,5 +1,10 @@
-"""The sizes of arrays for further tokens: room that stays, and room for the tokens of one block."""
+"""The sizes of arrays for further tokens: room that stays, and room for the tokens of one block.
 
+Arrays that are too small are exchanged for those of a prefill with a larger room, so that nothing is lost, and what
+follows is what would have followed there.
+"""
+
+import contextlib
 import dataclasses
 import math
 
@@ -9,22 +14,27 @@ import numpy as np
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import positions_of
 from kvjax.cache.planning.layout import CacheLayout
-from kvjax.cache.planning.limits import slots_bucket
+from kvjax.cache.planning.limits import Sizes, slots_bucket
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.resize import refuses
+from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState
 from kvjax.contexts.feed import resize
 from kvjax.errors import InputError
 from kvjax.generation.context import Context
-from kvjax.generation.generate import check_following
+from kvjax.generation.options import CacheOptions
+from kvjax.models import layer_loop
+from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.traits import appended_one_by_one, compresses_prompts, refuses_turns
+from kvjax.storage.layouts import Tiers
 
 STEP = 256  # slots; larger arrays have a multiple of it
 BY_LENGTH = ("dynamic", "longrope")  # scalings of RoPE that depend on the tokens to come
 
 
 def with_room(context: Context, fed: np.ndarray) -> Context:
-    """Returns a context with room for more tokens in the heads that evict nothing while decoding.
+    """Returns a context with room for more tokens.
 
     Args:
       context: the context.
@@ -33,47 +43,110 @@ def with_room(context: Context, fed: np.ndarray) -> Context:
     Raises:
       InputError: arrays that cannot grow have too few slots.
     """
-    layout = context.layout
-    check_following(context, int(fed.max()))
-    length = distributed.to_host(context.state.length)
-    changed: list[tuple[Group, ...]] = []
+    missing = _missing(context, fed)
+    if missing <= 0:
+        return context
+    made, most = context.made, int((distributed.to_host(context.state.length) + fed).max())
+    if made is None or made.sizes is None:
+        slots = min(group.capacity for group in context.layout.groups if not group.evicts)
+        raise InputError(
+            f"{most} tokens do not fit in {slots} slots, and this context, whose cache is not known, cannot grow; give "
+            "`prefill` a larger room, max_new_tokens or limits."
+        )
+    total = -(-(made.sizes.total + missing) // STEP) * STEP
+    return with_sizes(
+        context, dataclasses.replace(made.sizes, following=total - made.sizes.budget_prompt),
+        about=f"{most} tokens do not fit in the arrays of this context, which cannot grow",
+        instead="give `prefill` a larger room, max_new_tokens or limits",
+    )  # fmt: skip
+
+
+def _missing(context: Context, fed: np.ndarray) -> int:
+    """Returns for how many tokens more than now arrays are needed; 0 or less for none."""
+    layout, made = context.layout, context.made
+    length, prompt = distributed.to_host((context.state.length, context.state.prompt))
+    sizes = None if made is None else made.sizes
+    missing = [0]
     for index, (early, late) in enumerate(zip(layout.prompt, layout.decode, strict=True)):
         # After a compressor, the number of live slots is known from the cache only.
         counted = any(before.evicts and not after.evicts for before, after in zip(early, late, strict=True))
         live = _live(context.state, index) if counted else [length] * len(late)
-        changed.append(
-            tuple(
-                group if group.evicts else _with_room(group, int((own + fed).max()))
-                for group, own in zip(late, live, strict=True)
-            )
-        )
-    after = tuple(changed)
-    if after == layout.decode:
-        return context
-    pairs = [pair for layers in zip(layout.decode, after, strict=True) for pair in zip(*layers, strict=True)]
-    if reason := next((why for old, new in pairs if old != new and (why := refuses(old))), None):
-        slots = min(old.capacity for old, new in pairs if old != new)
-        raise InputError(
-            f"{int((length + fed).max())} tokens do not fit in {slots} slots, and {reason}; give `prefill` a larger "
-            "room, max_new_tokens or limits."
-        )
-    state = resize(context.state, before=layout.decode, after=after)
-    return context._replace(state=state, layout=dataclasses.replace(layout, decode=after))
+        for before, after, own in zip(early, late, live, strict=True):
+            if after.array_sizes is not None:
+                missing.append(int((length - prompt + fed).max()) - after.array_sizes.following)
+            elif not after.evicts:
+                slots = after.capacity
+                if before.evicts and len(after.slots) > 1 and sizes is not None:
+                    # The newest tokens have slots of both stores; see `SlotArrangement.slots`.
+                    slots = after.slots[0] + min(after.storage.residual, sizes.following)
+                missing.append(int((own + fed).max()) - slots)
+            if sizes is None or made is None:
+                continue
+            if after.selection.bound(after.queries, 0) != after.selection.bound(after.queries, 1):
+                missing.append(int((length - prompt + fed).max()) - sizes.following)
+            # Of fewer tokens than a budget, all are held, and none is in a low tier.
+            if after.evicts and (after.capacity >= sizes.total or isinstance(made.spec.storage.layout, Tiers)):
+                missing.append(int((length + fed).max()) - sizes.total)
+    return max(missing)
+
+
+def with_sizes(context: Context, sizes: Sizes, *, about: str, instead: str) -> Context:
+    """Returns a context in the arrays of a prefill of larger sizes.
+
+    Args:
+      context: a context whose cache is known.
+      sizes: that the prefill is lowered for.
+      about: how an error begins.
+      instead: how it ends: an alternative.
+
+    Raises:
+      InputError: its arrays cannot grow.
+    """
+    made, before = context.made, context.layout
+    assert made is not None
+    lowered = lowered_layout(made.model, made.spec, sizes, made.options)
+    pairs = [
+        [(old, _larger(old, new)) for old, new in zip(*groups, strict=True)]
+        for groups in zip(before.decode, lowered.decode, strict=True)
+    ]
+    if reason := next((why for layer in pairs for pair in layer if (why := refuses(*pair))), None):
+        raise InputError(f"{about}: {reason}; {instead}.")
+    made = dataclasses.replace(made, sizes=sizes)
+    decode = tuple(tuple(new for _, new in layer) for layer in pairs)
+    return in_arrays(context._replace(made=made), dataclasses.replace(lowered, decode=decode))
+
+
+def in_arrays(context: Context, layout: CacheLayout) -> Context:
+    """Returns a context in the arrays of another layout of the same cache."""
+    before, state = context.layout.decode, context.state
+    if layout.decode != before:
+        with contextlib.nullcontext() if context.made is None else context.made.model.on_mesh():
+            state = resize(state, before=before, after=layout.decode, dtype=layout.dtype)
+    return context._replace(state=state, layout=layout)
+
+
+def _larger(old: Group, new: Group) -> Group:
+    """Returns a new group with as many slots as it has had, which budgets or joined rows may have made more."""
+    if old.arrangement is not new.arrangement or new.array_sizes is not None or len(old.slots) != len(new.slots):
+        return new
+    return dataclasses.replace(new, slots=tuple(map(max, old.slots, new.slots)))
+
+
+def lowered_layout(model: Model, spec: CacheSpec, sizes: Sizes, options: CacheOptions) -> CacheLayout:
+    """Returns the layout of a cache of some sizes."""
+    with model.on_mesh():
+        layout = lower(
+            spec, model.config, sizes, np.array([sizes.budget_prompt], np.int32),
+            implementation=options.implementation, platform=model.platform, dtype=model.dtype,
+        ).layout  # fmt: skip
+        runs = layer_loop.possible_runs(model.config, model.params, layout.prompt, layout.decode)
+    return dataclasses.replace(layout, runs=runs)
 
 
 def _live(state: KVState, layer: int) -> list[np.ndarray]:
     """Returns the most slots that a head of each row holds, [B] int32 for each group of a layer."""
     counts = [jnp.sum(position >= 0, axis=2, dtype=jnp.int32) for position in positions_of(state.layers, layer)]
     return [each.max(axis=1) for each in distributed.to_host(counts)]
-
-
-def _with_room(group: Group, needed: int) -> Group:
-    """Returns a group whose arrays have at least `needed` slots."""
-    if needed <= group.capacity:
-        return group
-    multiple = math.lcm(STEP, _unit(group))
-    others = group.slots[1:]
-    return dataclasses.replace(group, slots=(-(-(needed - sum(others)) // multiple) * multiple, *others))
 
 
 def _unit(group: Group) -> int:
@@ -134,7 +207,7 @@ def compression_phase(layout: CacheLayout, tokens: int) -> Phase:
             reason = f"{layout.name} evicts while decoding, or shares slots among heads"
         elif after.slot_axes or before.replay is not None:
             reason = "slots are divided over devices" if after.slot_axes else "the prompt is replayed"
-        reason = reason or refuses_turns(before.policy) or refuses(after)
+        reason = reason or refuses_turns(before.policy) or _refuses_compression(after)
         if reason is not None:
             raise InputError(f"turns='compress' cannot be used: {reason}; use turns='append'.")
         slots = after.slots
@@ -151,6 +224,15 @@ def compression_phase(layout: CacheLayout, tokens: int) -> Phase:
     )
 
 
+def _refuses_compression(group: Group) -> str | None:
+    """Returns why slots of a group cannot be evicted again, or None if they can."""
+    if group.arrangement.sized_by_extent:
+        return f"storage {group.storage.label} holds tokens together"
+    if not group.selection.reads_all:
+        return f"selection {group.selection.name} has an index of the slots of the first prompt"
+    return None
+
+
 def with_budgets(context: Context, budgets: tuple[tuple[np.ndarray | None, ...], ...]) -> Context:
     """Returns a context whose arrays have room for other budgets while decoding, per layer and group [B] or None.
 
@@ -165,7 +247,8 @@ def with_budgets(context: Context, budgets: tuple[tuple[np.ndarray | None, ...],
         needed = slots_bucket(int(rows.max()) + group.policy.every - 1 + own)
         if needed <= group.capacity:
             return group
-        if reason := refuses(group) or ("heads share their slots" if group.shares is not None else None):
+        if group.arrangement.sized_by_extent or group.shares is not None:
+            reason = "heads share their slots" if group.shares else f"storage {group.storage.label} has tiers"
             raise InputError(f"rebudget needs {needed} slots instead of {group.capacity}, and {reason}.")
         unit = _unit(group)
         return dataclasses.replace(group, slots=(-(-(needed - sum(group.slots[1:])) // unit) * unit, *group.slots[1:]))
@@ -175,7 +258,4 @@ def with_budgets(context: Context, budgets: tuple[tuple[np.ndarray | None, ...],
         tuple(of_group(*each) for each in zip(groups, own, strict=True))
         for groups, own in zip(before, budgets, strict=True)
     )
-    if after == before:
-        return context
-    state = resize(context.state, before=before, after=after)
-    return context._replace(state=state, layout=dataclasses.replace(context.layout, decode=after))
+    return in_arrays(context, dataclasses.replace(context.layout, decode=after))

@@ -80,6 +80,23 @@ def take(x: Array, slots: Array) -> Array:
     return _run_where(x, Space.Host)(_gather)(x, slots[..., None])
 
 
+def pad(x: Array, slots: int, fill: int = 0) -> Array:
+    """Adds slots to the end of an array; the result is in the memory of `x`.
+
+    Args:
+      x: [B, K, S, ...].
+      slots: the number of slots of the result, at least S.
+      fill: the value of what is added.
+
+    Returns:
+      [B, K, slots, ...].
+    """
+    if slots == x.shape[2]:
+        return x
+    more = ((0, 0, 0), (0, 0, 0), (0, slots - x.shape[2], 0), *((0, 0, 0),) * (x.ndim - 3))
+    return _run_where(x, Space.Host)(lambda x, fill: lax.pad(x, fill, more))(x, jnp.array(fill, x.dtype))
+
+
 FEW_FEATURES = 32  # of a slot, such as the scales of its groups
 
 

@@ -10,6 +10,7 @@ import jax
 from jax.typing import DTypeLike
 
 from kvjax.cache.state import LayerKV, PerSlot, Store
+from kvjax.parallel.host_memory import pad
 from kvjax.selection.base import Selection
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
@@ -246,6 +247,28 @@ class Arrangement:
           The layer with its positions and stores, and `per_slot` for the slots that are ranked.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a `convert`")
+
+    def refuses_resize(self, before: "Group", after: "Group") -> str | None:
+        """Returns why slots cannot be moved to the arrays of `after`, which has room for more tokens; None if they can.
+
+        Args:
+          before: a group of heads.
+          after: the same with arrays of other sizes.
+        """
+        return None
+
+    def resized(self, layer: LayerKV, before: "Group", after: "Group") -> tuple[Store, ...]:
+        """Returns the stores of a layer in larger arrays; a slot stays the same slot of its store.
+
+        Args:
+          layer: the slots, in the arrays of `before`.
+          before: a group of heads.
+          after: the same with arrays of other sizes.
+        """
+        return tuple(
+            jax.tree.map(lambda leaf, slots=slots: pad(leaf, slots), store)
+            for store, slots in zip(layer.stores, after.slots, strict=True)
+        )
 
     # What neighbouring layers hold together
 

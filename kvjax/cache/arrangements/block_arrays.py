@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from kvjax.cache.slots import write
 from kvjax.cache.state import LayerKV, Store
+from kvjax.parallel.host_memory import gather, pad
 from kvjax.storage.base import Parts, Shapes, Storage
 from kvjax.storage.block_codec import BlockCodec, SegmentCodec
 from kvjax.storage.layouts import Blocks
@@ -114,6 +115,26 @@ def empty(group: "Group", shape: tuple[int, int], dim: int, dtype: DTypeLike) ->
             }
         made[side] = {**coded, EXACT: jnp.zeros((*shape, exact, dim), dtype)}
     return made, {name: jnp.zeros(shape, jnp.int32) for name in (*made, *_prompt_mark(storage))}
+
+
+def resized(layer: LayerKV, after: "Group") -> Store:
+    """Returns the store of a layer with room for as many tokens as `after` has."""
+    storage, made = after.storage, dict[str, Parts]()
+    assert after.array_sizes is not None
+    for side, parts in layer.stores[0].items():
+        units, entries = room(storage, side, after.capacity, after.array_sizes, after.slot_parts)
+        blocks = prompt_blocks(after) if any(name.startswith(OF_PROMPT) for name in parts) else 0
+        coded = {
+            name: part if name.startswith(SHARED) else pad(part, blocks if name.startswith(OF_PROMPT) else units)
+            for name, part in parts.items()
+            if name != EXACT
+        }
+        exact, before = parts[EXACT], parts[EXACT].shape[2]
+        if before and before != entries:
+            # Each token goes to its entry of more.
+            exact = gather(exact, slots_of_exact(layer.marks[side], entries) % before)
+        made[side] = {**coded, EXACT: pad(exact, entries)}
+    return made
 
 
 def _prompt_mark(storage: Storage) -> tuple[str, ...]:

@@ -114,6 +114,9 @@ class BlockArrangement(Arrangement):
         key, value = (block_arrays.decode(storage, layer, side, jnp.float32, sides) for side in storage.codecs)
         return key, value, layer.position
 
+    def resized(self, layer: LayerKV, before: "Group", after: "Group") -> tuple[Store, ...]:
+        return (block_arrays.resized(layer, after),)
+
     def write(self, step: StepTokens) -> tuple[LayerKV, PerSlot]:
         return write_tokens(step)
 

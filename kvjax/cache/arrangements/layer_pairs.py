@@ -107,6 +107,11 @@ class PairArrangement(Arrangement):
             layer = self.borrow(lower, layer)
         return read_stores(self.stores(storage), storage, layer, sides)
 
+    def refuses_resize(self, before: "Group", after: "Group") -> str | None:
+        if before.slots[0] == after.slots[0]:
+            return None
+        return f"storage {after.storage.label} holds the prompts of two layers in arrays of their own size"
+
     def write(self, step: StepTokens) -> tuple[LayerKV, PerSlot]:
         layer, key, value, position, _, per_slot, _, group, _ = step
         key, value, position, per_slot = constrain((key, value, position, per_slot))

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from kvjax.cache.arrangements.block_arrays import OF_PROMPT
 from kvjax.cache.state import LayerKV, Store
+from kvjax.parallel.host_memory import pad
 from kvjax.storage.base import Codec, Storage
 from kvjax.storage.block_codec import BlockCodec
 from kvjax.storage.layouts import Segments
@@ -55,6 +56,22 @@ def count_of(group: "Group") -> int:
     layout = group.storage.layout
     assert isinstance(layout, Segments) and group.array_sizes is not None
     return group.array_sizes.following // layout.window
+
+
+def prompt_slots(group: "Group", tier: int) -> int:
+    """Returns the slots of a tier that are those of the prompt."""
+    assert isinstance(group.storage.layout, Segments)
+    return group.slots[tier] - count_of(group) * regions(group.storage.layout, tier)
+
+
+def resized(layer: LayerKV, after: "Group") -> tuple[Store, ...]:
+    """Returns the stores with room for more segments after the prompt."""
+    segments, stores = count_of(after), list[Store]()
+    for tier, store in enumerate(layer.stores[:WINDOW]):
+        later = {name: pad(part, segments) for name, part in later_parts(store).items()}
+        value = {name: pad(part, after.slots[tier]) for name, part in store["value"].items()}
+        stores.append({"key": {**store["key"], **later}, "value": value})
+    return *stores, layer.stores[WINDOW]
 
 
 def storage_of(storage: Storage, tier: int) -> Storage:

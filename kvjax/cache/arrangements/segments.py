@@ -135,6 +135,15 @@ class SegmentArrangement(Arrangement):
         )
         return key, value, layer.position
 
+    def refuses_resize(self, before: "Group", after: "Group") -> str | None:
+        if all(segment_arrays.prompt_slots(before, tier) == segment_arrays.prompt_slots(after, tier)
+               for tier in (HIGH, LOW)):  # fmt: skip
+            return None
+        return f"storage {after.storage.label} holds a prompt as one block"
+
+    def resized(self, layer: LayerKV, before: "Group", after: "Group") -> tuple[Store, ...]:
+        return segment_arrays.resized(layer, after)
+
     def write(self, step: StepTokens) -> tuple[LayerKV, PerSlot]:
         return _write(step)
 
