@@ -16,7 +16,10 @@ def get_config() -> ExperimentConfig:
         name="matched_smollm2",
         model=ModelConfig(path="smollm2-135m-instruct", dtype="float32"),
         policy=PolicyConfig(name="matched", budget=0.1),
-        baselines=("window", "h2o", "snapkv(window=16)", "roco", "kvzip", "expected_attention", "random"),
+        baselines=(
+            "matched(queries='following')", "matched(queries='replay')", "window", "h2o", "snapkv(window=16)", "roco",
+            "kvzip", "expected_attention", "random",
+        ),
         data=DataConfig(num_sequences=4, prompt_length=512, new_tokens=64),
         repeats=0,
-    )
+    )  # fmt: skip

@@ -15,8 +15,8 @@ def get_config() -> ExperimentConfig:
         model=ModelConfig(path="kvjax-tiny", dtype="float32"),
         policy=PolicyConfig(name="matched", budget=0.1),
         baselines=(
-            "matched(queries='replay')", "window", "window(sinks=4)", "h2o", "roco", "tova",
-            "snapkv(window=16)", "expected_attention", "kvzip(chunk=256)", "keydiff", "compactor", "random",
+            "matched(queries='following')", "matched(queries='replay')", "window", "window(sinks=4)", "h2o", "roco",
+            "tova", "snapkv(window=16)", "expected_attention", "kvzip(chunk=256)", "keydiff", "compactor", "random",
         ),
         data=DataConfig(num_sequences=8, prompt_length=512, new_tokens=64),
         repeats=0,

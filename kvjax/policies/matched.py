@@ -21,7 +21,8 @@ from kvjax.typing import PyTree
 Array = jax.Array
 R = TypeVar("R")
 
-QUERIES = ("prompt", "replay")
+QUERIES = ("prompt", "following", "replay")
+FOLLOWING = 64  # positions after the prompt over which "following" spreads the prompt's queries
 LOG_WEIGHT = "log_weight"  # the statistic: 0 in empty slots and for tokens that follow
 SMALLEST_WEIGHT = 1e-6
 TILE = 128  # positions whose logits over all slots of a head exist at the same time
@@ -34,7 +35,7 @@ class Head(NamedTuple):
     """The queries and the slots of one KV head, or of several along leading axes.
 
     Attributes:
-      query: [..., G, p, D] float32, rotated to their positions.
+      query: [..., G, p, D] float32, rotated to their positions, or to positions after the prompt.
       real: [..., p] bool, False for padding.
       key: [..., S, D] float32, rotated to their positions.
       seen: [..., S] bool, whether tokens after the prompt can attend to the slot.
@@ -60,14 +61,22 @@ class Fit(NamedTuple):
 
 def memory_of(queries: str) -> PromptQueries:
     """Returns the memory that holds the queries of the prompt, or of its replay."""
-    return PromptQueries() if queries == "prompt" else ReplayQueries()
+    return ReplayQueries() if queries == "replay" else PromptQueries(rotated=queries == "prompt")
 
 
 def heads_of(view: View, memory: PromptQueries) -> Head:
     """Returns the queries and slots of all heads, leaves [B, K, ...]."""
     queries = view.memory[memory.name]
+    query = queries["query"]
+    if not memory.rotated and view.frame is not None and view.frame.rope is not None:
+        assert view.frame.frequencies is not None
+        batch, kv_heads, group, count, dim = query.shape
+        # [B, p]
+        place = view.newest[:, None] + 1 + jnp.arange(count, dtype=jnp.int32) % FOLLOWING
+        heads = query.reshape(batch, kv_heads * group, count, dim)
+        query = view.frame.rope.rotate(heads, place, view.frame.frequencies).reshape(query.shape)
     seen = view.live if view.window is None else view.live & view.recent(view.window)
-    return Head(queries["query"], queries["position"] >= 0, view.rotated().astype(jnp.float32), seen)
+    return Head(query, queries["position"] >= 0, view.rotated().astype(jnp.float32), seen)
 
 
 def tiles_of(head: Head) -> tuple[Array, Array]:
@@ -116,7 +125,7 @@ class LargestAttention(Importance):
     Of equal slots, the newer one stays.
 
     Attributes:
-      queries: ``prompt``, see `PromptQueries`, or ``replay``, see `ReplayQueries`.
+      queries: ``prompt``, ``following`` or ``replay``, see `matched`.
     """
 
     queries: str = "prompt"
@@ -132,7 +141,7 @@ class LargestAttention(Importance):
 
     @property
     def replay(self) -> Replay | None:
-        return None if self.queries == "prompt" else ReplayQueries().replay
+        return ReplayQueries().replay if self.queries == "replay" else None
 
     def score(self, stats: Stats, view: View) -> Array:
         def of_head(head: Head) -> Array:
@@ -320,9 +329,10 @@ def matched(budget: BudgetLike, *, queries: str = "prompt", ridge: float = 1e-3,
     Args:
       budget: slots per KV head that remain of a prompt; see `evict`. A shorter prompt is kept as it is.
       queries: ``prompt`` = the queries of the prompt, at most 4,096 per KV head, evenly spaced in a longer prompt (see
-        `PromptQueries`); if the prompt is read in blocks, they are held until it ends. ``replay`` = the queries of a
-        replay of the prompt, as for `kvzip` (see `Replay`), which takes one more prefill; each of them sees the whole
-        prompt, as later queries do.
+        `PromptQueries`); if the prompt is read in blocks, they are held until it ends. ``following`` = the same
+        queries, but the i-th is rotated to position n + i mod 64 of a prompt of n tokens, from where queries after the
+        prompt attend: heads that look at near tokens then fit the prompt's end. ``replay`` = the queries of a replay of
+        the prompt, as for `kvzip` (see `Replay`), which takes one more prefill.
       ridge: see `MatchedAttention`.
       positions: see `evict`. The fit uses queries at their positions in the text, even if ``cache`` later rotates keys
         by rank.

@@ -160,7 +160,7 @@ class QueryMoments(RowMemory):
 
 @dataclasses.dataclass(frozen=True)
 class PromptQueries(RowMemory):
-    """Remembers the queries of evenly spaced positions of the prompt, rotated to their positions.
+    """Remembers the queries of evenly spaced positions of the prompt.
 
     With G query heads per KV head and a prompt of n tokens, p = min(n, max(1, ⌊number / G⌋)) positions are remembered,
     ⌊i·n / p⌋ - 1 for i = 1..p: all positions of a short prompt, and always the last one.
@@ -170,17 +170,19 @@ class PromptQueries(RowMemory):
     Attributes:
       number: the largest number of queries of a KV head.
       longest: the largest number of tokens of a prompt, which limits the arrays; None = not known.
+      rotated: whether they are rotated to their positions.
     """
 
     number: int = 4096
     longest: int | None = None
+    rotated: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "number", count_argument("number", self.number, minimum=1))
 
     @property
     def name(self) -> str:
-        return f"PromptQueries({self.number})"
+        return f"PromptQueries({self.number}{'' if self.rotated else ', rotated=False'})"
 
     def bound(self, longest: int, queries: int) -> RowMemory:
         return dataclasses.replace(self, longest=longest)
@@ -213,7 +215,8 @@ class PromptQueries(RowMemory):
         here = (wanted >= 0) & (place >= 0) & (place < last)
         index = jnp.clip(place, 0, n - 1)
         # [B, K, G, p, D]
-        own = jnp.take_along_axis(queries.rotated, index[:, None, None, :, None], axis=3)
+        given = queries.rotated if self.rotated else queries.unrotated
+        own = jnp.take_along_axis(given, index[:, None, None, :, None], axis=3)
         return {
             "query": jnp.where(here[:, None, None, :, None], own, memory["query"]),
             "position": jnp.where(here[:, None], wanted[:, None], memory["position"]),
@@ -229,6 +232,7 @@ class ReplayQueries(PromptQueries):
     Attributes:
       number: see `PromptQueries`.
       longest: the largest number of tokens of a replay.
+      rotated: see `PromptQueries`.
       replay: how the prompt is replayed.
     """
 

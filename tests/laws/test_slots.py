@@ -172,6 +172,7 @@ CASES = [
     Case("matched", {"budget": 0.4}, "gqa", None),
     Case("matched", {"budget": 14, "ridge": 0.1}, "mha", 8),
     Case("matched", {"budget": 13, "queries": "replay"}, "gqa", 8),
+    Case("matched", {"budget": 13, "queries": "following"}, "gqa", 8),
     Case("matched", {"budget": 15}, "mqa", None, within=("after_prefill", {"name": "h2o", "budget": 12})),
     Case("h2o", {"budget": 0.4, "every": 4}, "gqa", None, within=("caote", {})),
     Case("tova", {"budget": 12, "share_heads": False}, "mha", 8, within=("caote", {"fast": True})),

@@ -189,6 +189,55 @@ def test_a_tenth_of_a_text_is_nearer_than_under_any_eviction():
             assert own < error(keep, value, none), (name, row, head)
 
 
+def test_queries_at_positions_after_the_prompt_fit_those_that_follow():
+    """In most layers of a trained model: outputs are nearer than those of a window, and of queries in their places."""
+    prompt, kept, rope = 264, 26, kvjax.load("kvjax-tiny").config.rope
+    whole = trained()
+    length, dim = whole["key"].shape[2:]
+    frequencies = rope.frequencies(jnp.full((1,), length, jnp.int32))
+    given = {name: array[:, :, :prompt] for name, array in whole.items() if name != "query"}
+    query = whole["query"][:, :, :, :prompt].reshape(len(whole["key"]), -1, prompt, dim)
+    flat = rope.unrotate(query, jnp.arange(prompt, dtype=jnp.int32)[None], frequencies)
+    memories = {
+        policies.PromptQueries().name: {"query": whole["query"][:, :, :, :prompt], "position": given["position"]},
+        policies.PromptQueries(rotated=False).name: {
+            "query": flat.reshape(whole["query"][:, :, :, :prompt].shape), "position": given["position"],
+        },
+    }  # fmt: skip
+
+    @functools.partial(jax.jit, static_argnames="queries")
+    def compact(given, memories, queries):
+        policy = policies.matched(kept, queries=queries)
+        view = view_of(given | {"query": memories[policies.PromptQueries().name]["query"]}, kept)
+        view = view._replace(memory=memories, frame=KeyFrame(True, rope, frequencies))
+        stats = {LOG_WEIGHT: jnp.zeros(view.position.shape)}
+        victim = evict.victims(policy, stats, view, one=False)
+        return victim, policy.merge.fold(view.key, view.value, victim, stats, view, prompt)
+
+    def outputs(value, weights):
+        """[L, K, G, T, D] of the queries after the prompt, over slots of the prompt and what follows it."""
+        logits = np.einsum("lkgtd,lksd->lkgts", whole["query"][:, :, :, prompt:], whole["key"]) / np.sqrt(dim)
+        logits = np.where(np.tri(length, dtype=bool)[prompt:], logits + weights[:, :, None, None], -np.inf)
+        paid = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return np.einsum("lkgts,lksd->lkgtd", paid / paid.sum(axis=-1, keepdims=True), value)
+
+    full = outputs(whole["value"], np.zeros(whole["key"].shape[:3]))
+
+    def error(queries):
+        value, weights = whole["value"].copy(), np.zeros(whole["key"].shape[:3])
+        if queries == "window":
+            weights[:, :, 4 : prompt - kept + 4] = -np.inf
+        else:
+            victim, folded = compact(given, memories, queries)
+            value[:, :, :prompt] = folded.value
+            weights[:, :, :prompt] = np.where(victim, -np.inf, folded.stats[LOG_WEIGHT])
+        return np.sqrt(np.mean((outputs(value, weights) - full) ** 2, axis=(1, 2, 3, 4)))
+
+    following, prompt_queries, window = (error(name) for name in ("following", "prompt", "window"))
+    for other in (prompt_queries, window):
+        assert (following < other).sum() >= 4 and np.median(following / other) < 0.6, (following, other)
+
+
 def test_a_row_by_itself_and_in_wider_arrays():
     given = arrays()
     _, whole = run(given)
@@ -284,7 +333,10 @@ def test_room_for_the_prompt_changes_nothing():
 @pytest.mark.parametrize(
     ("made", "match"),
     [
-        (lambda: policies.matched(8, queries="all"), "queries='all' is not valid; use 'prompt' or 'replay'"),
+        (
+            lambda: policies.matched(8, queries="all"),
+            "use 'prompt', 'following' or 'replay'",
+        ),
         (lambda: policies.matched(8, ridge=0), "ridge must be a number from 1e-06"),
         (lambda: policies.matched(None), "a compressor needs a budget"),
         (

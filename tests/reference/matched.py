@@ -18,9 +18,21 @@ HELD = Statistic(lambda old, block: old)  # set when the prompt ends
 def queries_of(view: View, queries: str) -> Array:
     """[N, D]: the queries of all heads of the group at evenly spaced positions of the prompt, or of its replay."""
     n = view.prompt_length
-    prompt = [each.rotated for each in (view.queries[:n] if queries == "prompt" else view.queries[n:])]
-    count = min(len(prompt), max(1, MOST_QUERIES // len(prompt[0])))
-    return np.concatenate([prompt[number * len(prompt) // count - 1] for number in range(1, count + 1)])
+    given = view.queries[n:] if queries == "replay" else view.queries[:n]
+    count = min(len(given), max(1, MOST_QUERIES // len(given[0].rotated)))
+    chosen = [given[number * len(given) // count - 1] for number in range(1, count + 1)]
+    if queries != "following":
+        return np.concatenate([each.rotated for each in chosen])
+    return np.concatenate([rotated(each.unrotated, n + i % 64, view.theta) for i, each in enumerate(chosen)])
+
+
+def rotated(x: Array, position: int, theta: float | None) -> Array:
+    """Vectors [G, D], rotated to a position."""
+    if theta is None:
+        return x
+    half = x.shape[1] // 2
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * position * theta ** (-np.arange(half) / half))
+    return np.concatenate([turned.real, turned.imag], axis=1)
 
 
 def softmax(logits: Array) -> Array:
