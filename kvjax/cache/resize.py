@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from kvjax.cache import store_order
 from kvjax.cache.arrangements import ARRANGEMENTS
@@ -36,11 +35,17 @@ def refuses(before: Group, after: Group) -> str | None:
     if storage.sides_of(PROMPT):
         return f"storage {storage.label} encodes nothing of so few tokens, and makes its scales when the prompt ends"
     if isinstance(layout, Tiers):
-        return None if before.storage == layout.high else f"storage {storage.label} holds fewer tokens in another form"
+        alike = before.storage == layout.high and before.storage.exact
+        return None if alike else f"storage {storage.label} holds fewer tokens in another form"
     exact = before.storage.exact and not before.storage.on_host and len(before.slots) == 1
     if storage.sides or storage.frame == UNROTATED or not exact or not before.selection.reads_all:
         return f"storage {storage.label} encodes nothing of so few tokens"
     return None
+
+
+def holds_single_slots(group: Group) -> bool:
+    """Returns whether slots are held one by one, on the device and without an index of them."""
+    return not (group.arrangement.sized_by_extent or group.storage.on_host) and group.selection.reads_all
 
 
 def _begins_to_encode(before: Group, after: Group) -> bool:
@@ -48,9 +53,7 @@ def _begins_to_encode(before: Group, after: Group) -> bool:
     return after.arrangement is ARRANGEMENTS[SingleSlots] and before.storage != after.storage
 
 
-def resized(
-    layer: LayerKV, before: Group, after: Group, length: Array, dtype: DTypeLike, *, fresh: bool = False
-) -> LayerKV:
+def resized(layer: LayerKV, before: Group, after: Group, length: Array, *, fresh: bool = False) -> LayerKV:
     """Moves the slots of a group into arrays of other sizes.
 
     Larger arrays have the slots where they were, followed by empty ones. In smaller arrays, which are of single slots,
@@ -61,11 +64,10 @@ def resized(
       before: a group of heads.
       after: a group that `refuses` accepts.
       length: [B] int32 tokens of each row.
-      dtype: of the model.
       fresh: whether statistics and memories are those of `after`, and begin anew.
     """
     if fresh:
-        layer = resized(layer.replace(stats={}, memory={}), before, after, length, dtype)
+        layer = resized(layer.replace(stats={}, memory={}), before, after, length)
         batch, heads, _ = layer.position.shape
         memory = {each.name: each.empty((batch, heads, after.queries), layer.dim) for each in after.memory}
         stats = empty_stats(after.needs, after.remembers, slots_of(layer.position))
@@ -74,9 +76,9 @@ def resized(
         return layer
     per_slot = PerSlot(layer.stats, {name: layer.index[name] for name in after.selection.per_slot})
     if before.arrangement is after.arrangement and not _begins_to_encode(before, after):
-        made = _moved(layer, per_slot, before, after, dtype)
+        made = _moved(layer, per_slot, before, after)
     elif isinstance(after.storage.layout, Tiers):
-        made = _with_low_tier(layer, after, dtype)
+        made = _with_low_tier(layer, after)
     else:
         # As at the end of a prompt, whose tokens are exact until then.
         made, own = after.arrangement.convert(PromptSlots(layer, per_slot, after, length, layer.sides, in_place=False))
@@ -84,7 +86,7 @@ def resized(
     return constrain_slots(made, after.per_head) if after.slot_axes else constrain(made)
 
 
-def _moved(layer: LayerKV, per_slot: PerSlot, before: Group, after: Group, dtype: DTypeLike) -> LayerKV:
+def _moved(layer: LayerKV, per_slot: PerSlot, before: Group, after: Group) -> LayerKV:
     """Moves slots between arrays of the same stores."""
     first = before.unranked_stores
     leaves, tree = jax.tree.flatten(per_slot)
@@ -113,14 +115,14 @@ def _moved(layer: LayerKV, per_slot: PerSlot, before: Group, after: Group, dtype
             for number, store in enumerate(layer.stores)
         )
     own: PerSlot = jax.tree.unflatten(tree, moved)
-    index = _index(layer, after, dtype) | own.index
+    index = _index(layer, after) | own.index
     position = store_order.joined(positions, layer.parts)
     return layer.replace(position=position, stores=stores, stats=own.stats, index=index)
 
 
-def _with_low_tier(layer: LayerKV, after: Group, dtype: DTypeLike) -> LayerKV:
+def _with_low_tier(layer: LayerKV, after: Group) -> LayerKV:
     """Returns slots of which none has been evicted in arrays with a second tier."""
-    (low, _), _ = after.arrangement.empty(after, slots_of(layer.position)[:2], layer.dim, dtype)
+    (low, _), _ = after.arrangement.empty(after, slots_of(layer.position)[:2], layer.dim, layer.value.dtype)
     first, slots = after.slots
     high, stats = jax.tree.map(lambda leaf: pad(leaf, slots), (layer.stores[0], layer.stats))
     # [B, K, low]
@@ -129,13 +131,15 @@ def _with_low_tier(layer: LayerKV, after: Group, dtype: DTypeLike) -> LayerKV:
     return layer.replace(position=position, stores=(low, high), stats=stats)
 
 
-def _index(layer: LayerKV, after: Group, dtype: DTypeLike) -> dict[str, Array]:
+def _index(layer: LayerKV, after: Group) -> dict[str, Array]:
     """Returns the arrays of a selection's index that have no entry for each slot, in their sizes of `after`."""
     selection = after.selection
     batch, heads, _ = slots_of(layer.position)
-    empty = selection.init((batch, heads, after.capacity), layer.dim, dtype)
+    empty = selection.init((batch, heads, after.capacity), layer.dim, jnp.float32)
 
     def larger(old: Array, new: Array) -> Array:
-        return old if old.shape == new.shape else jax.lax.dynamic_update_slice(new, old, (0,) * old.ndim)
+        if old.shape == new.shape:
+            return old
+        return jax.lax.dynamic_update_slice(new.astype(old.dtype), old, (0,) * old.ndim)
 
     return {name: larger(old, empty[name]) for name, old in layer.index.items() if name not in selection.per_slot}

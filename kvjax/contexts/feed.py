@@ -5,7 +5,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from kvjax.cache.groups import Phase
 from kvjax.cache.layer_stack import arranged_state, stacked_runs
@@ -90,13 +89,13 @@ def _feed(
     if turn_budget is not None:
         kv = kv.replace(budget=turn_budget)
     decoder = bind(config, params)
-    kv = resized_state(kv, plan.held, plan.during, decoder.dtype, fresh=plan.compresses)
+    kv = resized_state(kv, plan.held, plan.during, fresh=plan.compresses)
     runs = decoder.runs_now(kv, plan.during)
     kv, decoder = arranged_state(kv, runs), decoder.looped(runs)
     kv, last = _fed(decoder, kv, tokens, lengths, plan)
     # [R, V]
     newest = jnp.where((lengths > 0)[:, None], decoder.logits(last), before)
-    kv = resized_state(kv, plan.during, plan.held, decoder.dtype, fresh=plan.compresses).replace(budget=after)
+    kv = resized_state(kv, plan.during, plan.held, fresh=plan.compresses).replace(budget=after)
     return newest, arranged_state(kv, stacked)
 
 
@@ -153,20 +152,19 @@ def _copied(state: KVState, logits: Array, rows: Array, real: Array) -> tuple[Ar
     return host_memory.take_rows(logits, rows), kv.replace(length=jnp.where(real, kv.length, 0), layers=layers)
 
 
-@program(static_argnames=("before", "after", "dtype"))
-def resize(state: KVState, *, before: Phase, after: Phase, dtype: str) -> KVState:
+@program(static_argnames=("before", "after"))
+def resize(state: KVState, *, before: Phase, after: Phase) -> KVState:
     """Moves a cache into arrays of other sizes; see `resized_state`."""
-    return resized_state(state, before, after, dtype)
+    return resized_state(state, before, after)
 
 
-def resized_state(state: KVState, before: Phase, after: Phase, dtype: DTypeLike, *, fresh: bool = False) -> KVState:
+def resized_state(state: KVState, before: Phase, after: Phase, *, fresh: bool = False) -> KVState:
     """Moves a cache into the arrays of other groups, for more or fewer tokens than those before.
 
     Args:
       state: the cache.
       before: its groups of heads.
       after: the others.
-      dtype: of the model.
       fresh: whether statistics and memories are those of `after`, and begin anew.
     """
     if not fresh and all(
@@ -178,8 +176,7 @@ def resized_state(state: KVState, before: Phase, after: Phase, dtype: DTypeLike,
     stacked = tuple(run for run in stacked_runs(state.layers) if len({after[index] for index in run.layers}) == 1)
     layers = tuple(
         Layer(
-            resized(own, old, new, state.length, dtype, fresh=fresh)
-            for own, old, new in zip(layer, olds, news, strict=True)
+            resized(own, old, new, state.length, fresh=fresh) for own, old, new in zip(layer, olds, news, strict=True)
         )
         for layer, olds, news in zip(arranged_state(state, ()).layers, before, after, strict=True)
     )

@@ -121,7 +121,7 @@ def in_arrays(context: Context, layout: CacheLayout) -> Context:
     before, state = context.layout.decode, context.state
     if layout.decode != before:
         with contextlib.nullcontext() if context.made is None else context.made.model.on_mesh():
-            state = resize(state, before=before, after=layout.decode, dtype=layout.dtype)
+            state = resize(state, before=before, after=layout.decode)
     return context._replace(state=state, layout=layout)
 
 

@@ -26,7 +26,7 @@ from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.declared import reads_prompt_length
 from kvjax.cache.planning.limits import half_steps
-from kvjax.cache.resize import refuses
+from kvjax.cache.resize import holds_single_slots
 from kvjax.cache.state import EMPTY, KVState, LayerKV
 from kvjax.contexts.feed import resized_state
 from kvjax.contexts.prefix_store import PrefixStore, rotated_by_length
@@ -114,7 +114,7 @@ class PromptStates:
 
     def _same_whatever_follows(self, group: Group) -> bool:
         """Whether what a group holds of a prompt's first blocks does not depend on the rest, its last tokens aside."""
-        if refuses(group) or group.memory or group.writes or group.prompt_index or group.selection.prompt:
+        if not holds_single_slots(group) or group.memory or group.writes or group.prompt_index:
             return False
         if not group.evicts or compresses_prompts(group.policy):
             return True
