@@ -23,19 +23,22 @@ ROOM = 1 << 24
 #: What a prompt that is reused may lack: nothing, ranks, each kind of statistics and of memories of queries, merges,
 #: heads and layers that differ, parameters, scores that are written in the pass, and the prompt's own replay.
 POLICIES = (
-    "full", "streaming_llm", "h2o", "h2o_decay", "scissorhands", "tova", "roco", "lazy", "ems", "snapkv", "pyramidkv",
-    "keydiff", "rkv", "gkv", "expected_attention", "matched", "compactor", "triattention", "learned", "kvzip",
+    "full", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "lazy", "ems", "snapkv", "pyramidkv", "rkv",
+    "expected_attention", "matched", "compactor", "triattention", "learned", "kvzip",
 )  # fmt: skip
-COMBINED = ("adakv", "after_prefill", "critical", "phases", "split_heads", "razor_attention", "split_layers")
+COMBINED = ("adakv", "after_prefill", "critical", "phases", "split_heads", "split_layers")
 #: One storage of slots; and those that share something, or lie otherwise.
-STORAGES = ("int4", "turboquant", "think", "kivi", "gear", "kvarn", "zipcache", "minicache")
+STORAGES = ("int4", "think", "kivi", "gear", "zipcache", "minicache")
 
 SPECS = {
     **{name: CacheSpec(examples.policy(name)) for name in POLICIES},
     **{name: CacheSpec((examples.combined() | examples.planned())[name]) for name in COMBINED},
     **{f"full {name}": CacheSpec(policies.full(), storage=examples.held(name)) for name in STORAGES},
     "h2o mikv": CacheSpec(examples.policy("h2o"), storage=examples.held("mikv")),
-    **{name: CacheSpec(policies.full(), selection=examples.chosen(name)) for name in examples.SELECTIONS},
+    **{
+        name: CacheSpec(policies.full(), selection=examples.chosen(name))
+        for name in ("optimal", "lserve", "infinigen", "tokenselect", "shadowkv", "a2ats")
+    },
 }
 
 

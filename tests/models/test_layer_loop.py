@@ -48,8 +48,13 @@ SPECS = {
     "infinigen": CacheSpec(policies.full(), selection=examples.chosen("infinigen")),
     "layers differ": CacheSpec(policies.from_layer(policies.h2o(0.5), first=2)),
 }
-#: Others of these tests run them as a loop.
-LIKE_OTHERS = ("snapkv", "int8", "fp8", "quest")
+#: Compared with kvjax's own products; others of these tests run the rest as a loop.
+OWN = (
+    "full", "int4", "heads differ, int4", "memory of queries", "gate", "norm of outputs", "offsets of layers",
+    "layers differ",
+)  # fmt: skip
+#: Compared with XLA's products, and what is kept otherwise than by the first.
+OF_XLA = ("h2o", "kivi", "think", "replay", "infinigen", "layers differ")
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +81,7 @@ def assert_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, tuple(one.state.layers), tuple(other.state.layers))
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if name not in LIKE_OTHERS])
+@pytest.mark.parametrize("name", OWN)
 def test_a_loop_generates_what_layers_do(name):
     model = tiny(layers=LAYERS).model
 
@@ -84,16 +89,13 @@ def test_a_loop_generates_what_layers_do(name):
         return kvjax.generate(model, TOKENS, SPECS[name], max_new_tokens=6, lengths=LENGTHS)
 
     looped = run()
-    # The first layer has no hint; the first two layers of the other keep everything.
-    expected = {
-        "infinigen": (LayerRun(1, LAYERS),), "layers differ": (LayerRun(0, 2), LayerRun(2, LAYERS)),
-    }  # fmt: skip
-    assert looped.layout.runs == expected.get(name, (LayerRun(0, LAYERS),))
+    # In the last one, the first two layers keep everything.
+    runs = (LayerRun(0, 2), LayerRun(2, LAYERS)) if name == "layers differ" else (LayerRun(0, LAYERS),)
+    assert looped.layout.runs == runs
     assert_equal(looped, unrolled(run))
 
 
-# One of each way in which a loop differs: slots, codes, blocks of them, a replay, hints, and several runs.
-@pytest.mark.parametrize("name", ["h2o", "int4", "kivi", "replay", "infinigen", "layers differ"])
+@pytest.mark.parametrize("name", OF_XLA)
 def test_stacked_weights_on_any_platform(name, monkeypatch):
     """Without kvjax's own products, as on GPUs: XLA's products with slices of stacks, of codes too."""
     model = tiny(layers=LAYERS).model
@@ -106,6 +108,7 @@ def test_stacked_weights_on_any_platform(name, monkeypatch):
     assert expected.layout.runs == ()
     monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.STACKED)
     looped = run()
+    # The first layer has no hint.
     some = {"infinigen": (LayerRun(1, LAYERS),), "layers differ": (LayerRun(0, 2), LayerRun(2, LAYERS))}
     assert looped.layout.runs == some.get(name, (LayerRun(0, LAYERS),))
     np.testing.assert_array_equal(looped.tokens, expected.tokens)
