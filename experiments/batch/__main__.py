@@ -24,6 +24,8 @@ def define(values: flags.FlagValues) -> None:
     text("requests", "the file of requests: one JSON object per line")
     text("output", "the file of results; if it is incomplete, the same command continues it")
     whole("rows", 32, "number of requests that are answered at the same time")
+    about = "bytes of memory for the states of prompts, which others that begin alike continue; 0 = none"
+    flags.DEFINE_integer("prefix_cache", 1 << 30, about, 0, flag_values=values)
     whole("new_tokens", None, "default max_new_tokens of a request; if not given, that of the checkpoint, or 256")
     whole("longest_prompt", None, "largest number of tokens of a prompt; default: that of the longest in the file")
     whole("most_new_tokens", None, "largest max_new_tokens of a request; default: the largest in the file")

@@ -3,7 +3,7 @@
 import hashlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 import kvjax.products
 from experiments import fields
-from experiments.batch import requests
+from experiments.batch import groups, requests
 from experiments.batch.journal import FILES, Journal
 from experiments.batch.requests import Asked, Defaults
 from experiments.config import DataConfig, ExperimentConfig, TasksConfig
@@ -36,6 +36,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 FAILED = 1  # the exit status if some request could not be answered
 NEW_TOKENS = 256  # at most, if neither the request nor a flag nor the checkpoint says how many
 PRODUCTS = "products"  # the journal's note of how products are rounded
+SHOWN = ("prompts:", "prefix store:")  # of what the runner says of itself
 AHEAD = 2  # requests that wait, for each row
 
 
@@ -60,7 +61,8 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
         print(describe(model, config.model), flush=True)
         most = values.new_tokens or model.generation.max_new_tokens or NEW_TOKENS
         defaults = Defaults(most, {name: values[name].value for name in SAMPLING})
-        limits = limits_for(given, model, defaults, values)
+        asked = [*requests.read(given, model, defaults)]
+        limits = limits_for(asked, model, values)
         config.data = DataConfig(num_sequences=values.rows, prompt_length=limits.prompt, new_tokens=limits.new_tokens)
         check_fit(config)
         if PRODUCTS in journal.notes:
@@ -74,12 +76,17 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
             runner = Runner(
                 calibrated_for(model, spec, given_calibration(config.model)), spec, rows=values.rows, limits=limits,
                 key=jax.random.key(config.seed), prefill_block=config.prefill_block or "auto",
+                prefix_store=kvjax.PrefixStore(values.prefix_cache) if values.prefix_cache else None,
                 implementation=config.implementation,
             )  # fmt: skip
-            print(runner.explain().splitlines()[-1], flush=True)
+            print("\n".join(line for line in runner.explain().splitlines() if line.startswith(SHOWN)), flush=True)
+            waiting, shared = [each for each in asked if each.index not in journal], ""
+            if runner.prefix_store is not None:
+                waiting, shared = groups.in_groups(waiting, model.config.vocab_size)
+            if shared:
+                print(shared, flush=True)
             start, before = time.perf_counter(), journal.written
-            named = Path(values.requests).name
-            answer(runner, requests.read(given, model, defaults), journal, rows=values.rows, name=named)
+            answer(runner, iter(waiting), journal, rows=values.rows, name=Path(values.requests).name)
         journal.shorten()
         seconds = time.perf_counter() - start
         print(summary(runner, journal.written - before, seconds))
@@ -102,7 +109,7 @@ def check_sampling(values: flags.FlagValues) -> None:
 def about(config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]]) -> JsonObject:
     """Returns the settings that results depend on."""
     used = ("model", "policy", "storage", "selection", "mesh", "rules", "prefill_block", "implementation", "seed")
-    own = ("rows", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
+    own = ("rows", "prefix_cache", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
     # With their numbers, which are the names of requests without one.
     digest = hashlib.sha256(b"\n".join(b"%d %s" % each for each in given)).hexdigest()
     found = fields.to_dict(config)
@@ -110,10 +117,10 @@ def about(config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[
     return {"requests": digest, FILES: identity.contents(config)} | settings
 
 
-def limits_for(given: list[tuple[int, bytes]], model: Model, defaults: Defaults, values: flags.FlagValues) -> Limits:
+def limits_for(asked: Sequence[Asked], model: Model, values: flags.FlagValues) -> Limits:
     """The sizes for all requests: those of flags, or those of the largest request within the model's positions."""
     most = model.config.max_positions
-    found: list[Request] = [each.request for each in requests.read(given, model, defaults) if each.request is not None]
+    found: list[Request] = [each.request for each in asked if each.request is not None]
     prompts = [len(request.tokens) for request in found]
     tokens = [each.max_new_tokens for each in found if isinstance(each.max_new_tokens, int) and each.max_new_tokens > 0]
 
@@ -123,13 +130,13 @@ def limits_for(given: list[tuple[int, bytes]], model: Model, defaults: Defaults,
     return Limits(largest(values.longest_prompt, prompts), largest(values.most_new_tokens, tokens))
 
 
-def answer(runner: Runner, asked: Any, journal: Journal, *, rows: int, name: str) -> None:
+def answer(runner: Runner, asked: Iterator[Asked], journal: Journal, *, rows: int, name: str) -> None:
     """Answers requests and writes their results.
 
     Args:
       runner: answers them.
-      asked: iterator of `Asked`, in order.
-      journal: has some of the results, and takes the others.
+      asked: those whose results the journal does not have, in any order.
+      journal: takes the results.
       rows: of the runner.
       name: of the file of requests, for messages.
     """
@@ -145,14 +152,13 @@ def answer(runner: Runner, asked: Any, journal: Journal, *, rows: int, name: str
             print(f"{name}, line {each.line}: {error}", file=sys.stderr, flush=True)
             put(each, {"error": error})
 
-        waiting = (each for each in asked if each.index not in journal)
         more = True
         while more or not runner.idle:
             while more and runner.load.waiting < AHEAD * rows:
-                each = next(waiting, None)
-                more = each is not None
-                if each is not None:
-                    submit(runner, each, running, refuse)
+                taken = next(asked, None)
+                more = taken is not None
+                if taken is not None:
+                    submit(runner, taken, running, refuse)
             progress = runner.step()
             if (now := kvjax.products.timings()) != timings:
                 # Before any result that depends on it.
@@ -192,8 +198,9 @@ def described(each: Asked, result: Result) -> JsonObject:
 def summary(runner: Runner, results: int, seconds: float) -> str:
     """One line: speed, and how well rows were used."""
     counts = runner.counts
+    found = f", {counts.found_tokens:,} of {counts.prompt_tokens:,} prompt tokens found" if counts.found_tokens else ""
     useful = 100 * counts.useful_row_steps / max(counts.row_steps, 1)
     return (
         f"{results:,} results in {seconds:,.1f} s: {counts.tokens:,} new tokens ({counts.tokens / seconds:,.1f} per "
-        f"second), {useful:.1f} % of {counts.row_steps:,} row-steps useful, {counts.reads:,} reads by the host"
+        f"second), {useful:.1f} % of {counts.row_steps:,} row-steps useful, {counts.reads:,} reads by the host{found}"
     )

@@ -21,6 +21,7 @@ from experiments.config import ExperimentConfig
 from experiments.runs.session import Session
 from kvjax import policies
 from kvjax.errors import ConfigError, InputError
+from kvjax.serve import Runner
 from tests.conftest import ROOT
 from tests.tiny import spoiled
 
@@ -120,6 +121,44 @@ def test_killed_and_begun_again(folder, capsys):
 
 def written(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_prompts_that_begin_alike(folder, capsys, monkeypatch):
+    """One after the other, with what they share computed once; results are those of requests that share nothing."""
+    (folder / "config.py").write_text(CONFIG.replace('name="window", budget=8, sinks=2', 'name="full"'))
+    rng = np.random.default_rng(4)
+    systems = rng.integers(1, 200, (2, 130)).tolist()
+    # In turns, so that in their own order no two neighbours begin alike; one cannot be answered.
+    prompts = [systems[number % 2] + rng.integers(1, 200, 4).tolist() for number in range(8)] + [[99999]]
+    lines = [{"prompt": prompt, "max_new_tokens": 5} for prompt in prompts]
+    (folder / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(command(folder, "alone.jsonl", "config.py", "--prefix_cache=0")) == 1
+    assert "begin alike" not in capsys.readouterr().out
+    asked, submit, put = [], Runner.submit, Journal.put
+
+    def recorded(self, request):
+        asked.append([*request.tokens])
+        return submit(self, request)
+
+    monkeypatch.setattr(Runner, "submit", recorded)
+    # Interrupted after the first result, it goes on with the rest.
+
+    def interrupted(self, index, result):
+        put(self, index, result)
+        if index == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(command(folder, "shared.jsonl"))
+    shown = capsys.readouterr().out
+    assert "2 groups of prompts begin alike: 780 of 1,072 prompt tokens need not be computed again" in shown
+    assert "prefix store: every beginning of an earlier prompt" in shown
+    assert asked == [[99999], *prompts[0:8:2], *prompts[1:8:2]]
+    monkeypatch.setattr(Journal, "put", put)
+    assert main(command(folder, "shared.jsonl")) == 1
+    assert read(folder / "shared.jsonl") == read(folder / "alone.jsonl")
+    assert "prompt tokens found" in capsys.readouterr().out
 
 
 def test_lines_that_cannot_be_answered(folder, capsys):

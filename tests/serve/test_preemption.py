@@ -1,5 +1,6 @@
 """Rows that others take: a request whose state waited in host memory goes on as if it had stayed."""
 
+import dataclasses
 import functools
 
 import jax
@@ -108,6 +109,22 @@ def test_the_more_urgent_request_takes_a_row():
         np.testing.assert_array_equal(result.tokens, own.tokens)
         np.testing.assert_array_equal(result.logprobs, own.logprobs)
         assert result.reason == own.reason
+
+
+def test_slots_and_statistics_are_those_of_a_row_that_never_moved():
+    """A request loses the second row, and comes back into the first one when the request there has ended."""
+    first, second, urgent = requests([0, 0, 1])
+    calm, disturbed = runner_for(), runner_for()
+    for runner in (calm, disturbed):
+        runner.submit(dataclasses.replace(first, max_new_tokens=10))
+        runner.submit(second)
+        runner.step()
+    disturbed.submit(urgent)
+    for runner, count in ((calm, 2), (disturbed, 3)):
+        assert len([*runner]) == count
+    assert disturbed.counts.preemptions == 1
+    for one, two in zip(*(jax.tree.leaves(runner._rows.state) for runner in (calm, disturbed)), strict=True):
+        np.testing.assert_array_equal(np.asarray(one)[1], np.asarray(two)[0])
 
 
 def test_no_row_is_taken_without_room_or_by_an_equal():

@@ -1,0 +1,52 @@
+"""The order of requests: those whose prompts begin alike are neighbours, so that the states of beginnings are there.
+
+An answer depends neither on the order nor on the groups: the runner finds only states that are equal to the bit to
+those that it would compute.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from experiments.batch.requests import Asked
+from kvjax.serve.grouping import prefix_groups
+
+
+class Ordered(NamedTuple):
+    """Requests in the order in which they run.
+
+    Attributes:
+      asked: the requests; first those that are no valid requests.
+      about: one line on what they share; empty if they share nothing.
+    """
+
+    asked: list[Asked]
+    about: str
+
+
+def in_groups(asked: Sequence[Asked], vocab_size: int) -> Ordered:
+    """Orders requests by the beginnings of their prompts; those that share nothing stay as they are.
+
+    Args:
+      asked: the requests.
+      vocab_size: the number of token ids.
+    """
+    others, valid, prompts, new_tokens = list[Asked](), list[Asked](), list[list[int]](), list[int]()
+    for each in asked:
+        request = each.request
+        tokens = [] if request is None else list(request.tokens)
+        if request is None or not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            others.append(each)  # to be refused
+            continue
+        wanted = request.max_new_tokens
+        valid.append(each)
+        prompts.append(tokens)
+        new_tokens.append(wanted if isinstance(wanted, int) else 0)
+    found = prefix_groups(prompts, new_tokens)
+    if not found.saved:
+        return Ordered([*asked], "")
+    count, total = sum(group.prefix > 0 for group in found.groups), sum(map(len, prompts))
+    about = (
+        f"{count:,} {'group of prompts begins' if count == 1 else 'groups of prompts begin'} alike: {found.saved:,} of "
+        f"{total:,} prompt tokens need not be computed again ({found.bound:,} with beginnings within beginnings)"
+    )
+    return Ordered([*others, *(valid[number] for number in found.order())], about)
