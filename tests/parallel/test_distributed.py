@@ -1,6 +1,7 @@
-"""Two and four processes of one device each give what one process gives, and share the work of loading.
+"""Four processes of one device each give what one process gives, and share the work of loading.
 
-Each count of processes runs `tests.parallel.distributed_checks` once; the tests here read what it found.
+Two pairs of processes divide the rows, and the two of a pair the model. `tests.parallel.distributed_checks` runs once
+in each of them; the tests here read what it found.
 """
 
 import json
@@ -19,7 +20,7 @@ from kvjax.models.parameters import random_parameters
 from tests.conftest import ROOT, XLA_FLAGS
 from tests.parallel import distributed_checks
 
-MESHES = {2: "model:2", 4: "data:2,model:2"}
+COUNT, MESH = 4, "data:2,model:2"
 LOADED_SHARE, CROSSED_SHARE = 1.1, 0.01  # of a process's own shards' bytes, and of the model's
 
 
@@ -45,11 +46,11 @@ def free_port() -> int:
         return each.getsockname()[1]
 
 
-@pytest.fixture(scope="module", params=MESHES)
-def several(request, folder):
+@pytest.fixture(scope="module")
+def several(folder):
     """The number of processes, and what they find."""
-    count = request.param
-    command = [sys.executable, "-m", "tests.parallel.distributed_checks", str(folder), MESHES[count],
+    count = COUNT
+    command = [sys.executable, "-m", "tests.parallel.distributed_checks", str(folder), MESH,
                f"--coordinator_address=localhost:{free_port()}", f"--num_processes={count}"]  # fmt: skip
     environment = os.environ | {"XLA_FLAGS": XLA_FLAGS, "JAX_PLATFORMS": "cpu"}
     started = [
