@@ -26,6 +26,7 @@ from kvjax.generation.options import CacheOptions
 from kvjax.models import layer_loop
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
+from kvjax.policies.allocation import Shared
 from kvjax.policies.traits import appended_one_by_one, compresses_prompts, refuses_turns
 from kvjax.storage.layouts import Tiers
 
@@ -188,6 +189,37 @@ def reason_for_steps(phase: Phase) -> str | None:
     return None
 
 
+def with_room_to_share(context: Context, fewest: int) -> Context:
+    """Returns a context with slots for the shares of heads after a turn is compressed.
+
+    Args:
+      context: the context.
+      fewest: the least number of tokens of a row's turn; 0 for none. Where a turn is shorter than the protected window
+        of a prompt, more is shared.
+    """
+    layout = context.layout
+
+    def of_group(before: Group, after: Group) -> Group:
+        budget = before.policy.budget
+        if after.shares is None or not isinstance(budget, Shared) or budget.layers:
+            return after
+        slots, left = after.shares
+        heads = layout.kv_heads if after.heads is None else len(after.heads)
+        more = budget.widest_after(min(before.policy.scope.count(slots), fewest), slots, heads) - left
+        if more <= 0:
+            return after
+        unit = _unit(after)
+        return dataclasses.replace(
+            after, slots=(after.slots[0] + -(-more // unit) * unit, *after.slots[1:]), shares=(slots, left + more)
+        )  # fmt: skip
+
+    decode = tuple(
+        tuple(of_group(*each) for each in zip(*groups, strict=True))
+        for groups in zip(layout.prompt, layout.decode, strict=True)
+    )
+    return in_arrays(context, dataclasses.replace(layout, decode=decode))
+
+
 def compression_phase(layout: CacheLayout, tokens: int) -> Phase:
     """Returns the groups in which a turn is compressed with what is held: those of the prompt, with slots for both.
 
@@ -203,10 +235,10 @@ def compression_phase(layout: CacheLayout, tokens: int) -> Phase:
         reason = None
         if not compresses_prompts(before.policy):
             reason = f"{before.policy.name} does not compress prompts"
-        elif before.shares is not None or after.evicts or after.needs or after.memory:
-            reason = f"{layout.name} evicts while decoding, or shares slots among heads"
-        elif after.slot_axes or before.replay is not None:
-            reason = "slots are divided over devices" if after.slot_axes else "the prompt is replayed"
+        elif after.evicts or after.needs or after.memory:
+            reason = f"{layout.name} evicts while decoding"
+        elif after.slot_axes:
+            reason = "slots are divided over devices"
         reason = reason or refuses_turns(before.policy) or _refuses_compression(after)
         if reason is not None:
             raise InputError(f"turns='compress' cannot be used: {reason}; use turns='append'.")

@@ -12,7 +12,15 @@ from kvjax.arguments import choice_argument, plain_signature
 from kvjax.cache.planning.limits import half_steps, power_of_two, prompt_bucket
 from kvjax.cache.planning.lowering import budgets_of
 from kvjax.contexts.feed import Plan, feed_copies, feed_rows
-from kvjax.contexts.room import BY_LENGTH, block_phase, compression_phase, reason_for_steps, with_budgets, with_room
+from kvjax.contexts.room import (
+    BY_LENGTH,
+    block_phase,
+    compression_phase,
+    reason_for_steps,
+    with_budgets,
+    with_room,
+    with_room_to_share,
+)
 from kvjax.errors import InputError
 from kvjax.generation import compiling
 from kvjax.generation.context import Boundaries, Context, Span, padded_rows, spans_with, turn_of
@@ -108,6 +116,7 @@ def extend(
     size: int | None = None
     if turns == "compress":
         width = prompt_bucket(longest)
+        context = with_room_to_share(context, int(sizes[sizes > 0].min(initial=width)))
         during = compression_phase(context.layout, width)
         plan = Plan(context.layout.decode, during, "blocks", width, True, compresses=True)
     else:

@@ -191,7 +191,9 @@ class Shared(Derived):
         open_to = live if self.max_share is None else largest(score, open_position, share)
         # The lower head wins ties, then the newer slot: the heads are joined to one row in that order.
         head = jnp.arange(heads, dtype=jnp.int32)[:, None]
-        order = jnp.where(protected | safe | ~open_to | short, -1, position + (heads - 1 - head) * size)
+        # Of a prompt, positions are below the number of slots; of a later turn, they need not be.
+        stride = jnp.maximum(size, jnp.max(position) + 1)
+        order = jnp.where(protected | safe | ~open_to | short, -1, position + (heads - 1 - head) * stride)
         taken = largest(score.reshape(batch, -1), order.reshape(batch, -1), rest)
         return live & (protected | safe | taken.reshape(position.shape) | short)
 
@@ -212,7 +214,12 @@ class Shared(Derived):
         return jnp.where(self.kept(policy, stats, view), jnp.inf, 0.0)
 
     def widest(self, policy: Evict, slots: int, kv_heads: int) -> int:
-        window = min(policy.scope.count(slots), slots)  # A prompt shorter than the window is left alone.
+        # A prompt shorter than the window is left alone.
+        return self.widest_after(policy.scope.count(slots), slots, kv_heads)
+
+    def widest_after(self, protected: int, slots: int, kv_heads: int) -> int:
+        """Returns the most slots that a head can get if it has `protected` ones; the fewer, the more it can get."""
+        window = min(protected, slots)
         room = slots - window
         # Layers may have different budgets, so that what the others share is not known here.
         rest = MAX_SLOTS if self.layers else kv_heads * (room - self.own(room))

@@ -183,10 +183,11 @@ OF_TURNS = (KeyDifference, LowNorm, Mass, ObservationWindow)
 
 def refuses_turns(policy: Evict) -> str | None:
     """Returns why a compressor cannot evict at the end of a further turn, or None if it can."""
-    if not isinstance(policy.importance, OF_TURNS) or policy.writes or policy.replay is not None:
+    if policy.replay is not None:
+        # Queries that repeat a turn say how much the turn needs a slot, and nothing of what the slots before are for.
+        return f"{policy.name} replays a prompt, of which slots have been evicted since"
+    if not isinstance(policy.importance, OF_TURNS) or policy.writes:
         return f"{policy.name} is defined for whole prompts"
-    if policy.merge is not None:
-        return f"{policy.name} merges what it evicts"
-    if policy.budget is not None and policy.budget.shared:
-        return f"heads share the budget of {policy.name}"
+    if policy.merge is not None and policy.merge.remembers:
+        return f"{policy.name} has numbers of what was merged, which end with the prompt"
     return None

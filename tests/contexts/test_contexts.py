@@ -11,6 +11,7 @@ from kvjax import CacheSpec, contexts, generation, policies, selection, storage
 from kvjax.contexts import batches
 from kvjax.errors import InputError
 from kvjax.generation.context import Span
+from kvjax.policies.merge import Anchors
 from tests.examples import policy
 from tests.tiny import assert_same_state, kept, random_tokens, tiny
 
@@ -230,7 +231,9 @@ def test_a_rewound_context_is_that_of_the_shorter_prompt():
         contexts.rewind(model(), context, 24)
 
 
-COMPRESSORS = [policies.snapkv(14, window=4, kernel=3), policies.keydiff(14), policies.knorm(14)]
+SNAPKV = policies.snapkv(14, window=4, kernel=3)
+MERGING = dataclasses.replace(SNAPKV, merge=Anchors(), name="merging")
+COMPRESSORS = [SNAPKV, MERGING, policies.adakv(SNAPKV), policies.keydiff(14), policies.knorm(14)]
 
 
 @pytest.mark.parametrize("spec", COMPRESSORS, ids=lambda own: own.name)
@@ -242,8 +245,23 @@ def test_a_turn_is_compressed_like_the_last_block_of_a_prompt(spec):
     np.testing.assert_allclose(made.logits, whole.logits, atol=1e-4)
     for row in range(3):
         assert kept(made.state, row) == kept(whole.state, row)
-        assert {len(head) for head in kept(made.state, row)[0]} == {14}
+        assert sum(map(len, kept(made.state, row)[0])) == 2 * 14
         assert_same_state(made.state, whole.state, row, atol=2e-5)
+
+
+def test_heads_share_anew_what_a_short_turn_leaves():
+    """One token leaves more to share than the window of a prompt, up to all but the other head's token."""
+    spec = policies.adakv(policies.snapkv(8, window=4, kernel=3), safeguard=0.0)
+    context = begun(spec)
+    slots = context.layout.groups[0].capacity
+    made = contexts.extend(model(), context, TOKENS[:, :1], turns="compress")
+    # w + 2 (b - w) of the prompt, and 1 + 2 (b - 1) of the turn
+    assert made.layout.groups[0].capacity == slots + (1 + 2 * 7) - (4 + 2 * 4)
+    for row, length in enumerate(LENGTHS):
+        heads = kept(made.state, row)[0]
+        assert sum(map(len, heads)) == 2 * 8 and all(length in head for head in heads)
+        for head, before in zip(heads, kept(context.state, row)[0], strict=True):
+            assert {*head} <= {*before, length}
 
 
 def test_turns_are_compressed_again():
