@@ -13,11 +13,8 @@ from tests.tiny import random_tokens, tiny
 PROMPT, NEW = 40, 12
 
 SPECS = {
-    "full": CacheSpec(examples.policy("full")),
-    "h2o": CacheSpec(examples.policy("h2o")),
     # The budget is reached while decoding.
     "window": CacheSpec(examples.policy("window", 45)),
-    "snapkv": CacheSpec(examples.policy("snapkv")),
     "adakv": CacheSpec(examples.combined()["adakv"]),
     "razor_attention": CacheSpec(examples.planned()["razor_attention"]),
     "quest": CacheSpec(examples.policy("full"), selection=examples.chosen("quest")),

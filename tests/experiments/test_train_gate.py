@@ -119,12 +119,13 @@ def test_windows_with_recall_material_have_none_that_evaluations_ask_for(config,
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("objective", ["replay", "replay_share", "distill", "answer", "prompt_eviction"])
-def test_objectives_lower_their_losses(config, objective):
+def test_objectives_lower_their_losses(config, objective, monkeypatch):
     config = dataclasses.replace(
         config, objective=objective, steps=12, checkpoint_every=100, keep=KeepConfig(budget=8, recent=2),
         windows=WindowConfig(prompt_length=24, new_tokens=8), optimizer=TuneOptimizer(learning_rate=0.1),
     )  # fmt: skip
     config.optimizer.warmup_steps = 1
+    monkeypatch.setattr(train_gate, "_nats", lambda *_: [0.0])  # losses under caches are those of other tests
     train_gate.train_gate(config, progress=False)
     found = losses(config)
     assert min(found[11], found[12]) < found[1]

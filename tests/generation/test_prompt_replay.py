@@ -102,7 +102,6 @@ def test_other_layers_keep_what_they_keep_alone(other):
         CacheSpec(POLICY, storage.int4()),
         CacheSpec(POLICY, storage.kivi(group=4, residual=8)),
         CacheSpec(POLICY, dataclasses.replace(storage.int8(), frame=UNROTATED)),
-        CacheSpec(POLICY, selection=selection.quest(4, 8, first_layer=0)),
         CacheSpec(POLICY, selection=selection.infinigen(alpha=4.0, first_layer=1, sinks=1, recent=2)),
     ],
     ids=lambda cache: cache.name,
