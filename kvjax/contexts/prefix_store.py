@@ -238,7 +238,7 @@ def _fits(state: State, length: int, boundaries: Spans | None) -> bool:
     made, resolved = context.made, context.resolved
     assert made is not None and resolved is not None and context.boundaries is not None
     own = context.boundaries[0]
-    block = made.options.prefill_block
+    block = made.options.prefill_block or (None if made.sizes is None else made.sizes.block)  # one that was loaded
     asked = boundaries or (Span(length, length if block is None else min(block, length)),)
     appended = turn_of(context.layout) == "append"
     decodes = any(group.evicts for group in context.layout.groups)

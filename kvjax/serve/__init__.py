@@ -1,11 +1,10 @@
-"""Serves many requests in the rows of one batch (`Runner`), from states that requests can share (`Prefix`)."""
+"""Serves many requests in the rows of one batch (`Runner`), from contexts that requests can share."""
 
 from typing import TYPE_CHECKING
 
 from kvjax import lazy
 
 if TYPE_CHECKING:
-    from kvjax.serve.prefix import Prefix
     from kvjax.serve.request import Progress, Request, Result
     from kvjax.serve.runner import Runner
 else:
@@ -13,10 +12,9 @@ else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
-            "kvjax.serve.prefix": ("Prefix",),
             "kvjax.serve.request": ("Progress", "Request", "Result"),
             "kvjax.serve.runner": ("Runner",),
         },
     )
 
-__all__ = ["Prefix", "Progress", "Request", "Result", "Runner"]
+__all__ = ["Progress", "Request", "Result", "Runner"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvjax.serve import prefix as prefixes
 from kvjax.serve.chunked_prefill import InBlocks, Prompt, Started
 from kvjax.serve.prompt_states import PromptStates, StoredPrompt
 from kvjax.serve.prompts import Prompts
@@ -45,7 +46,7 @@ class Job:
     def given(self) -> int:
         """The number of tokens that its row is fed before any is chosen."""
         prefix = self.request.prefix
-        return 0 if prefix is None or prefix.at_once else len(self.request.tokens)
+        return 0 if prefix is None or prefixes.at_once(prefix) else len(self.request.tokens)
 
     @property
     def left(self) -> int:
@@ -183,7 +184,7 @@ class Intake:
         assert bucket is not None
         if first.request.prefix is not None:
             self._waiting.remove(first)
-            self._ready.append(Ready(first, first.request.prefix.started(first.request.tokens), 0))
+            self._ready.append(Ready(first, prefixes.started(first.request.prefix, first.request.tokens), 0))
             return 1 + len(first.request.tokens)
         if self._whole_alone and self._find(first):
             self._waiting.remove(first)

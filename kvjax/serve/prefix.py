@@ -1,151 +1,32 @@
-"""States that many requests continue: a context is run and compressed once, and saved, loaded, extended and forked.
+"""Contexts that requests continue: text that is run, and by a policy compressed, once.
 
-A prefix is the cache after some tokens, and the logits after the last of them. What continues it is fed as if the model
-had generated it (`kvjax.contexts.extend`): one token at a time, or in one block where that makes no
-difference but for rounding. On one device, a loaded, a forked and a recomputed prefix are equal bit for bit, and so is
-one that was extended one token at a time, in several parts or in one.
+They are those of `kvjax.contexts`, in the arrays of a runner's rows. What continues one is fed as if the model had
+generated it (`kvjax.contexts.extend` with ``block=1``): one token at a time, or in one block where that makes no
+difference but for rounding.
 """
 
-import dataclasses
-from typing import Any
+from pathlib import Path
 
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.arguments import plain_signature
-from kvjax.cache.state import KVState
-from kvjax.contexts import extend
-from kvjax.errors import InputError
-from kvjax.generation.cartridge import cartridge
-from kvjax.generation.context import Context
+from kvjax import contexts
+from kvjax.contexts.turns import same_weights
+from kvjax.errors import CheckpointError, InputError
+from kvjax.generation.context import Context, Span
 from kvjax.generation.multiple_choice import takes_blocks
-from kvjax.inputs import check_batch, check_count, check_one_row
-from kvjax.models.config import DecoderConfig
+from kvjax.inputs import check_batch, check_one_row
 from kvjax.parallel import host_memory
 from kvjax.serve.chunked_prefill import Started
 from kvjax.serve.prompts import Prompts
-from kvjax.summary import one_line
 from kvjax.typing import PyTree
 
 Array = jax.Array
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Prefix:
-    """A state that requests continue.
-
-    Attributes:
-      state: the cache, of one row.
-      logits: [1, V] float32 after the last token.
-      tokens: [n] int32, all tokens so far, including those that were evicted.
-      prompt: how many of them were run as the prompt; the others were fed one at a time.
-      prompts: what it was made by: model, spec and limits.
-    """
-
-    state: KVState
-    logits: Array
-    tokens: np.ndarray
-    prompt: int
-    prompts: Prompts = dataclasses.field(repr=False)
-
-    def __repr__(self) -> str:
-        return one_line(self)
-
-    @property
-    def length(self) -> int:
-        """The number of tokens so far."""
-        return len(self.tokens)
-
-    @property
-    def room(self) -> int:
-        """The number of tokens that may follow, given or generated."""
-        return self.prompts.limits.new_tokens - (self.length - self.prompt)
-
-    @property
-    def at_once(self) -> bool:
-        """Whether the tokens that continue it are fed in one block."""
-        return takes_blocks(self.prompts.layout.decode)
-
-    def check(self, prompts: Prompts, following: int) -> None:
-        """Checks that a runner can continue the prefix.
-
-        Args:
-          prompts: of the runner.
-          following: the number of tokens that follow, given and generated.
-
-        Raises:
-          InputError: it is of another model or another spec, or there is no room.
-        """
-        if prompts.model.params is not self.prompts.model.params:
-            raise InputError(
-                "the prefix belongs to another model; make or load it with Runner.prefix or Runner.load_prefix."
-            )
-        if prompts.layout.decode != self.prompts.layout.decode:
-            raise InputError(
-                f"the prefix was made under {_described(self.prompts)}, and the runner has {_described(prompts)}."
-            )
-        if following > (room := min(self.room, prompts.limits.new_tokens)):
-            raise InputError(
-                f"{following} tokens were requested after a prefix that has room for {room}; make the prefix and the "
-                "runner with larger limits.new_tokens."
-            )
-
-    @plain_signature
-    def extend(self, tokens: ArrayLike) -> "Prefix":
-        """Returns a prefix with further tokens; this one is not changed.
-
-        Args:
-          tokens: [n] int.
-
-        Raises:
-          InputError: they are not valid for the model, or there is no room.
-        """
-        ids = _one_row(self.prompts.model.config, tokens, new_tokens=1 + self.length)
-        # A token must be left to be chosen.
-        self.check(self.prompts, len(ids) + 1)
-        context = Context(self.logits, self.state, self.prompts.layout)
-        logits, state, *_ = extend(self.prompts.model, context, ids, block=1)
-        return dataclasses.replace(self, state=state, logits=logits, tokens=np.concatenate([self.tokens, ids]))
-
-    @plain_signature
-    def trained(self, tokens: ArrayLike, *, steps: int = 100, rate: float = 1e-2, optimizer: Any = None) -> "Prefix":
-        """Returns a new prefix whose slots are trained on the text that follows it; see `kvjax.cartridge`.
-
-        Args:
-          tokens: [n] int, the text that follows, for which there must be room; it does not become part of the prefix.
-          steps: see `kvjax.cartridge`.
-          rate: see `kvjax.cartridge`.
-          optimizer: see `kvjax.cartridge`.
-        """
-        ids = _one_row(self.prompts.model.config, tokens, new_tokens=1 + self.length)
-        prefilled = Context(self.logits, self.state, self.prompts.layout)
-        made = cartridge(self.prompts.model, prefilled, ids[None], steps=steps, rate=rate, optimizer=optimizer)
-        return dataclasses.replace(self, state=made.prefilled.state)
-
-    def started(self, tokens: np.ndarray) -> Started:
-        """Returns the state that a request starts from.
-
-        Args:
-          tokens: [n] int32, those of the request; fed here if they are fed in one block.
-        """
-        whole = self.extend(tokens) if self.at_once and len(tokens) else self
-        return Started(whole.logits, whole.state)
-
-    def fork(self, rows: int) -> Context:
-        """Copies the state, for `kvjax.generation.generate.decode`.
-
-        Args:
-          rows: the number of copies.
-        """
-        check_count("rows", rows)
-        with self.prompts.model.on_mesh():
-            logits, state = _rows((self.logits, self.state), np.zeros(rows, np.int32))
-        return Context(logits, state, self.prompts.layout, np.tile(self.tokens, (rows, 1)))
-
-
-def make(prompts: Prompts, tokens: ArrayLike) -> Prefix:
-    """Runs a context.
+def make(prompts: Prompts, tokens: ArrayLike) -> Context:
+    """Runs a text.
 
     Args:
       prompts: model, spec and limits; `kvjax.serve.Runner.prompts` of the runner that will continue it.
@@ -156,7 +37,9 @@ def make(prompts: Prompts, tokens: ArrayLike) -> Prefix:
       PolicyError: the budget cannot work for their number.
     """
     model = prompts.model
-    ids = _one_row(model.config, tokens, new_tokens=1)
+    check_one_row("a prefix", tokens)
+    # [n]
+    ids = check_batch(model.config, tokens, None, new_tokens=1).tokens[0]
     prompt = prompts.prompt(ids, prompts.limits.new_tokens)
     bucket = prompts.bucket(prompt)
     with model.on_mesh():
@@ -168,21 +51,111 @@ def make(prompts: Prompts, tokens: ArrayLike) -> Prefix:
                 pass
             started = ended
         logits, state = _rows(tuple(started), np.zeros(1, np.int32))
-    return Prefix(state, logits, ids, len(ids), prompts)
+    block = len(ids) if bucket is not None else prompts.block
+    assert block is not None
+    return Context(
+        logits, state, prompts.layout, ids[None], 1, ((Span(len(ids), block),),), prompts.made,
+        np.array([[len(ids), prompt.total]], np.int32),
+    )  # fmt: skip
 
 
-def _one_row(config: DecoderConfig, tokens: ArrayLike, *, new_tokens: int) -> np.ndarray:
-    """Returns checked token ids, [n] int32; see `check_batch`."""
-    check_one_row("a prefix", tokens)
-    return check_batch(config, tokens, None, new_tokens=new_tokens).tokens[0]
+def load(folder: str | Path, prompts: Prompts) -> Context:
+    """Loads a context that `kvjax.contexts.save` has saved.
+
+    Args:
+      folder: the folder.
+      prompts: see `make`; of the same model, spec and limits.
+
+    Raises:
+      CheckpointError: see `kvjax.contexts.load`; or the context was made with other limits.
+    """
+    context = contexts.load(folder, prompts.model, prompts.spec, implementation=prompts.implementation)
+    if reason := _other_rows(context, prompts):
+        raise CheckpointError(f"{folder} was saved with another cache: {reason}.")
+    return context
+
+
+def text_of(context: Context) -> np.ndarray:
+    """Returns the tokens of a context of one row, [n] int32; none if they are not known."""
+    return context.text[0] if context.text else np.zeros(0, np.int32)
+
+
+def length_of(context: Context) -> int:
+    """Returns the number of tokens of a context of one row; 0 if they are not known."""
+    return len(text_of(context))
+
+
+def room_of(context: Context, new_tokens: int) -> int:
+    """Returns the number of tokens that may follow, given or generated.
+
+    Args:
+      context: from `make` or `load`, or one that was extended.
+      new_tokens: the most new tokens of a prompt.
+    """
+    assert context.resolved is not None
+    return new_tokens - (length_of(context) - int(context.resolved[0, 0]))
+
+
+def check(context: Context, prompts: Prompts, following: int) -> None:
+    """Checks that a runner can continue a context.
+
+    Args:
+      context: the context.
+      prompts: of the runner.
+      following: the number of tokens that follow, given and generated.
+
+    Raises:
+      InputError: it has several rows, is of another model or another spec, or there is no room.
+    """
+    if context.made is None or context.text is None or context.resolved is None or context.num_rows != 1:
+        raise InputError("a prefix must be a context of one row whose tokens and cache are known, as Runner.prefix's.")
+    if not same_weights(context.made.model, prompts.model):
+        raise InputError("the prefix belongs to another model; make or load it with this runner.")
+    if reason := _other_rows(context, prompts):
+        raise InputError(f"the prefix cannot be continued: {reason}.")
+    limits = prompts.limits
+    if following > (room := room_of(context, limits.new_tokens)):
+        raise InputError(
+            f"{following} tokens were requested after a prefix that has room for {room}; make the prefix and the "
+            "runner with larger limits.new_tokens."
+        )
+
+
+def at_once(context: Context) -> bool:
+    """Returns whether the tokens that continue a context are fed in one block."""
+    return takes_blocks(context.layout.decode)
+
+
+def started(context: Context, tokens: np.ndarray) -> Started:
+    """Returns the state that a request starts from.
+
+    Args:
+      context: what it continues.
+      tokens: [n] int32, those of the request; fed here if they are fed in one block.
+    """
+    if at_once(context) and len(tokens):
+        assert context.made is not None
+        context = contexts.extend(context.made.model, context, tokens, block=1)
+    return Started(context.logits, context.state)
+
+
+def _other_rows(context: Context, prompts: Prompts) -> str | None:
+    """Returns why a context does not fit the rows of a runner, or None if it does."""
+    if context.layout.decode == prompts.layout.decode:
+        return None
+    sizes, limits = None if context.made is None else context.made.sizes, prompts.limits
+    own = (
+        ""
+        if sizes is None
+        else f" with prompts of up to {sizes.budget_prompt} tokens and {sizes.following + 1} new ones"
+    )
+    return (
+        f"it was made under {context.layout.name}{own}, and the runner has {prompts.layout.name} with prompts of up to "
+        f"{limits.prompt} tokens and {limits.new_tokens} new ones"
+    )
 
 
 @jax.jit
 def _rows(tree: PyTree, rows: Array) -> PyTree:
     """Copies rows [R] int32 of every array of a tree."""
     return jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), tree)
-
-
-def _described(prompts: Prompts) -> str:
-    limits = prompts.limits
-    return f"{prompts.layout.name} with prompts of up to {limits.prompt} tokens and {limits.new_tokens} new ones"

@@ -13,6 +13,8 @@ from kvjax.cache.planning.lowering import Budgets, budgets_of, lower
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import InputError, KvjaxError
 from kvjax.generation import compiling
+from kvjax.generation.context import Made
+from kvjax.generation.options import CacheOptions
 from kvjax.generation.prefill import prefill_steps
 from kvjax.inputs import check_count, check_positions
 from kvjax.models.calibrate import calibrated
@@ -40,6 +42,8 @@ class Prompts:
       layout: the static description of the cache; its decoding phase is that of every prompt.
       block: tokens of a block; None if every prompt is run in one shot.
       one_shot_reason: why prompts are run in one shot, or None.
+      implementation: see `kvjax.CacheOptions`.
+      made: of the contexts of prompts; see `kvjax.Context`.
     """
 
     def __init__(
@@ -75,10 +79,13 @@ class Prompts:
         distributed.check_alone(model.params, "serving with a Runner")
         self.model, self.spec, self.limits = calibrated(model, spec, None), spec, limits
         check_positions(model.config, spec.policy.positions)
-        self._rows, self._implementation, self._stored = rows, implementation, stored
+        self._rows, self.implementation, self._stored = rows, implementation, stored
         self._layouts: dict[int | None, CacheLayout] = {}
         self.block, self.one_shot_reason = self._block(prefill_block)
-        self.layout = self._lowered(self._width(min(limits.prompt, self.block or limits.prompt)))
+        widest = self._width(min(limits.prompt, self.block or limits.prompt))
+        self.layout = self._lowered(widest)
+        options = CacheOptions(limits=limits, prefill_block=self.block, implementation=implementation)
+        self.made = Made(self.model, spec, options, self._sizes(widest))
 
     def _block(self, asked: int | str | None) -> tuple[int | None, str | None]:
         """The number of tokens of a block, or why there are no blocks."""
@@ -165,18 +172,23 @@ class Prompts:
     def _width(self, length: int) -> int:
         return min(prompt_bucket(length), self.limits.prompt)
 
+    def _sizes(self, bucket: int | None) -> Sizes:
+        """The sizes of the layout for prompts of a bucket; None: for those in blocks."""
+        limits = self.limits
+        return Sizes(
+            rows=self._rows, prompt=limits.prompt if bucket is None else bucket, budget_prompt=limits.prompt,
+            shortest=limits.shortest, following=limits.new_tokens - 1, block=self.block if bucket is None else None,
+            rounded=False,
+        )  # fmt: skip
+
     def _lowered(self, bucket: int | None) -> CacheLayout:
         """The layout for prompts of a bucket; None: for those in blocks."""
         if bucket not in self._layouts:
-            limits, model, block = self.limits, self.model, self.block if bucket is None else None
-            sizes = Sizes(
-                rows=self._rows, prompt=limits.prompt if bucket is None else bucket, budget_prompt=limits.prompt,
-                shortest=limits.shortest, following=limits.new_tokens - 1, block=block, rounded=False,
-            )  # fmt: skip
+            limits, model, sizes = self.limits, self.model, self._sizes(bucket)
             with model.on_mesh():
                 layout = lower(
                     self.spec, model.config, sizes, np.array([limits.prompt], np.int32),
-                    implementation=self._implementation, platform=model.platform,
+                    implementation=self.implementation, platform=model.platform,
                     dtype=model.dtype,
                 ).layout  # fmt: skip
             others = next(iter(self._layouts.values()), layout)

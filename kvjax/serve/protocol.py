@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.errors import KvjaxError, without_middle
+from kvjax.generation.context import Context
 from kvjax.generation.sampling import Greedy, Sample, Sampler
 from kvjax.models.model import Model
-from kvjax.serve.prefix import Prefix
+from kvjax.serve.prefix import room_of, text_of
 from kvjax.serve.request import SEEDS, Request
 from kvjax.serve.text_stream import TextStream
 from kvjax.typing import Json, JsonObject
@@ -94,7 +95,7 @@ class ServerInfo:
 
     model: Model
     name: str
-    prefixes: Mapping[str, Prefix]
+    prefixes: Mapping[str, Context]
     longest_prompt: int
     max_new_tokens: int
     by_priority: bool = False
@@ -176,7 +177,7 @@ def read(kind: str, body: JsonObject, served: ServerInfo, rendered: str | None =
     requests, texts = [], []
     for prompt in prompts:
         # The answer of a chat is a text of its own, which begins without the space between words.
-        before = [] if kind == "chat" else prompt if prefix is None else [*prefix.tokens, *prompt]
+        before = [] if kind == "chat" else prompt if prefix is None else [*text_of(prefix), *prompt]
         for number in range(choices):
             tokenizer = served.model.tokenizer
             text = None if tokenizer is None else TextStream(tokenizer, stops, prompt=before)
@@ -210,7 +211,7 @@ def refused(error: KvjaxError) -> ApiError:
     return ApiError(400, str(error), code="invalid_value")
 
 
-def _prompts(body: JsonObject, served: ServerInfo, prefix: Prefix | None) -> list[list[int]]:
+def _prompts(body: JsonObject, served: ServerInfo, prefix: Context | None) -> list[list[int]]:
     """The prompts of a completion: a text, token ids, or a list of either."""
     given = body.get("prompt")
     if isinstance(given, str) or (isinstance(given, list) and given and all(map(_is_id, given))):
@@ -295,12 +296,12 @@ def _logprobs(kind: str, body: JsonObject) -> bool:
     return True
 
 
-def _max_prompt(served: ServerInfo, prefix: Prefix | None) -> int:
+def _max_prompt(served: ServerInfo, prefix: Context | None) -> int:
     """The most tokens of a prompt."""
-    return served.longest_prompt if prefix is None else prefix.room - 1
+    return served.longest_prompt if prefix is None else room_of(prefix, served.max_new_tokens) - 1
 
 
-def _check_size(text: str, served: ServerInfo, prefix: Prefix | None, param: str) -> None:
+def _check_size(text: str, served: ServerInfo, prefix: Context | None, param: str) -> None:
     """Refuses a text that cannot fit before it is tokenized, which keeps everybody waiting."""
     assert served.model.tokenizer is not None
     maximum = _max_prompt(served, prefix)
@@ -312,7 +313,7 @@ def _check_size(text: str, served: ServerInfo, prefix: Prefix | None, param: str
         )  # fmt: skip
 
 
-def _check_length(prompt: list[int], served: ServerInfo, prefix: Prefix | None, param: str) -> None:
+def _check_length(prompt: list[int], served: ServerInfo, prefix: Context | None, param: str) -> None:
     maximum = _max_prompt(served, prefix)
     if len(prompt) > maximum:
         raise ApiError(
@@ -323,7 +324,7 @@ def _check_length(prompt: list[int], served: ServerInfo, prefix: Prefix | None, 
         raise ApiError(400, "the prompt has no token.", param=param)
 
 
-def _prefix(body: JsonObject, served: ServerInfo) -> Prefix | None:
+def _prefix(body: JsonObject, served: ServerInfo) -> Context | None:
     name = _field(body, "prefix", str, None)
     if name is not None and name not in served.prefixes:
         raise ApiError(404, f"there is no prefix {name!r}; there are {', '.join(served.prefixes) or 'none'}.",
@@ -364,7 +365,7 @@ def _sampler(body: JsonObject, model: Model) -> Sampler:
         raise ApiError(400, str(error)) from None
 
 
-def _max_tokens(kind: str, body: JsonObject, served: ServerInfo, prefix: Prefix | None) -> Callable[[list[int]], int]:
+def _max_tokens(kind: str, body: JsonObject, served: ServerInfo, prefix: Context | None) -> Callable[[list[int]], int]:
     """The number of new tokens of a request, by its prompt."""
     names = ("max_completion_tokens", "max_tokens") if kind == "chat" else ("max_tokens",)
     maximum = served.max_new_tokens
@@ -374,7 +375,7 @@ def _max_tokens(kind: str, body: JsonObject, served: ServerInfo, prefix: Prefix 
         given = min(usual, maximum)
 
     def room(prompt: list[int]) -> int:
-        fits = maximum if prefix is None else prefix.room - len(prompt)
+        fits = maximum if prefix is None else room_of(prefix, served.max_new_tokens) - len(prompt)
         if given > fits:
             raise ApiError(
                 400, f"{given} new tokens were requested, but at most {fits} fit.", param=names[-1],

@@ -2,18 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from kvjax.errors import InputError, NonFiniteError, shown
+from kvjax.generation.context import Context
 from kvjax.generation.sampling import Greedy, Sample, Sampler, check_sampling
 from kvjax.inputs import check_batch, check_count, check_one_row, check_stop
 from kvjax.models.config import DecoderConfig
+from kvjax.serve.prefix import length_of
 from kvjax.summary import one_line
-
-if TYPE_CHECKING:
-    from kvjax.serve.prefix import Prefix
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 #: Receives the new tokens of a request, a few at a time, and says how many of these end it; None = it continues.
@@ -36,7 +35,7 @@ class Request:
       number: the result is that of ``kvjax.generate(requests=[number])``; None for 0 if there is a seed, otherwise for
         the number of the requests that were submitted before. A sampled token depends on the key, this number and the
         token's position, and on no other request.
-      prefix: a state that the request continues; see `kvjax.serve.prefix`.
+      prefix: a context of one row that the request continues, from `Runner.prefix`; see `kvjax.serve.prefix`.
       early: whether its first tokens are sent as soon as possible; the chunk that chooses them is then a short one.
       priority: requests of a higher priority are served first, and take the rows of others if none is free; see
         `kvjax.serve.preemption`. Among equal ones, the one that was submitted first. (vLLM's field of this name, and
@@ -52,7 +51,7 @@ class Request:
     sampler: Sampler | None = None
     seed: int | None = None
     number: int | None = None
-    prefix: "Prefix | None" = None
+    prefix: Context | None = None
     early: bool = False
     priority: int = 0
     namespace: Hashable = None
@@ -125,7 +124,7 @@ class Checked:
     sampler: Greedy | Sample
     seed: int | None
     number: int
-    prefix: "Prefix | None"
+    prefix: Context | None
     early: bool
     priority: int
     namespace: Hashable
@@ -151,7 +150,7 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
     check_one_row("a request", request.tokens)
     tokens = np.asarray(request.tokens)
     if request.prefix is None or tokens.size:
-        before = 0 if request.prefix is None else request.prefix.length
+        before = 0 if request.prefix is None else length_of(request.prefix)
         batch = check_batch(config, tokens, None, new_tokens=request.max_new_tokens + before)
         tokens = batch.tokens[0]
     number = request.number if request.number is not None else 0 if request.seed is not None else count

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax import contexts
 from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits
@@ -20,6 +21,7 @@ from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.contexts.prefix_store import PrefixStore
 from kvjax.errors import InputError, NonFiniteError
 from kvjax.generation import compiling
+from kvjax.generation.context import Context
 from kvjax.generation.decoding import CHUNK
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling
 from kvjax.inputs import check_count, check_stop
@@ -27,11 +29,10 @@ from kvjax.models.model import Model
 from kvjax.numerics.finite import PAD, WHY
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Selection
-from kvjax.serve import decode_loop, saved
+from kvjax.serve import decode_loop
 from kvjax.serve import prefix as prefixes
 from kvjax.serve.intake import Intake, Job
 from kvjax.serve.preemption import SWAP_BYTES, SwapSpace, order, preempted_row, yields_to
-from kvjax.serve.prefix import Prefix
 from kvjax.serve.prompt_states import PromptStates
 from kvjax.serve.prompts import AUTO, Prompts
 from kvjax.serve.request import (
@@ -228,7 +229,7 @@ class Runner:
         if checked.prefix is None:
             prompt = self.prompts.prompt(checked.tokens, checked.max_new_tokens)
         else:
-            checked.prefix.check(self.prompts, len(checked.tokens) + checked.max_new_tokens)
+            prefixes.check(checked.prefix, self.prompts, len(checked.tokens) + checked.max_new_tokens)
         job = Job(self._submitted, checked, prompt, 0 if prompt is None else self.prompts.bucket(prompt))
         self._submitted += 1
         self._alive[job.id] = job
@@ -236,17 +237,17 @@ class Runner:
         return job.id
 
     @plain_signature
-    def prefix(self, tokens: ArrayLike) -> Prefix:
-        """Runs a context that requests can continue; see `kvjax.serve.prefix.make`."""
+    def prefix(self, tokens: ArrayLike) -> Context:
+        """Runs a text that requests can continue; see `kvjax.serve.prefix.make`."""
         return prefixes.make(self.prompts, tokens)
 
-    def save_prefix(self, folder: str | Path, prefix: Prefix) -> None:
-        """Saves a context; see `kvjax.serve.saved.save`."""
-        saved.save(folder, prefix)
+    def save_prefix(self, folder: str | Path, prefix: Context) -> None:
+        """Saves a context; see `kvjax.contexts.save`."""
+        contexts.save(folder, prefix)
 
-    def load_prefix(self, folder: str | Path) -> Prefix:
-        """Loads a context that requests can continue; see `kvjax.serve.saved.load`."""
-        return saved.load(folder, self.prompts)
+    def load_prefix(self, folder: str | Path) -> Context:
+        """Loads a context that requests can continue; see `kvjax.serve.prefix.load`."""
+        return prefixes.load(folder, self.prompts)
 
     def cancel(self, number: int) -> bool:
         """Cancels a request; its row is free from the next chunk on, and its result has the tokens so far.
@@ -372,7 +373,7 @@ class Runner:
         seen = np.zeros(self.model.config.vocab_size, bool)
         seen[own.tokens] = True
         if own.prefix is not None:
-            seen[own.prefix.tokens] = True
+            seen[prefixes.text_of(own.prefix)] = True
         key = self._key if own.seed is None else jax.random.key(own.seed, impl=jax.random.key_impl(self._key))
         return decode_loop.Entry(
             key=key, number=np.int32(own.number), max_new_tokens=np.int32(own.max_new_tokens), stop=stop,
@@ -473,7 +474,7 @@ class Runner:
             tokens=np.concatenate([np.zeros(0, np.int32), *job.tokens]),
             logprobs=np.concatenate([np.zeros(0, np.float32), *job.logprobs]),
             reason=reason,
-            prompt=len(own.tokens) + (0 if own.prefix is None else own.prefix.length),
+            prompt=len(own.tokens) + (0 if own.prefix is None else prefixes.length_of(own.prefix)),
             found=job.found,
             error=error,
         )

@@ -1,20 +1,18 @@
 """Prefixes: loaded, forked, extended and recomputed ones are equal bit for bit, and requests continue them."""
 
-import dataclasses
-import json
-
 import jax
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies, selection, storage
+from kvjax import contexts, policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import CheckpointError, InputError
 from kvjax.generation.generate import decode
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.sampling import Greedy, Sample
 from kvjax.serve import Request, Runner
+from kvjax.serve.prefix import length_of, room_of
 from kvjax.specs import user_files
 from tests.tiny import kept, random_tokens, tiny
 
@@ -52,8 +50,8 @@ def test_requests_continue_a_prefix(name, tmp_path):
     loaded = again.load_prefix(tmp_path / "context")
     assert_equal(loaded, prefix)
     assert_equal(again.prefix(CONTEXT), prefix)
-    assert (loaded.length, loaded.prompt, loaded.room) == (40, 40, 30)
-    np.testing.assert_array_equal(loaded.tokens, CONTEXT)
+    assert (length_of(loaded), room_of(loaded, LIMITS.new_tokens)) == (40, 30)
+    np.testing.assert_array_equal(loaded.text[0], CONTEXT)
     samplers = [Greedy(), Sample(top_k=9)]
     for number, question in enumerate(QUESTIONS):
         again.submit(Request(tokens=question, max_new_tokens=10, prefix=loaded, sampler=samplers[number % 2], number=7))
@@ -61,10 +59,8 @@ def test_requests_continue_a_prefix(name, tmp_path):
     again.submit(Request(tokens=CONTEXT[:9], max_new_tokens=5))
     found = {result.id: result for result in again}
     for number, question in enumerate(QUESTIONS):
-        asked = prefix.extend(question) if question else prefix
-        expected = decode(
-            runner.model, asked.fork(1), max_new_tokens=10, sampler=samplers[number % 2], requests=[7]
-        )  # fmt: skip
+        asked = contexts.extend(runner.model, prefix, question, block=1) if question else contexts.rows(prefix, [0])
+        expected = decode(runner.model, asked, max_new_tokens=10, sampler=samplers[number % 2], requests=[7])
         np.testing.assert_array_equal(found[number].tokens, expected.tokens[0])
         np.testing.assert_allclose(found[number].logprobs, expected.logprobs[0], atol=1e-5)
         assert found[number].prompt == 40 + len(question)
@@ -76,29 +72,34 @@ def test_a_trained_prefix_is_saved_and_continued(tmp_path):
     runner = runner_for("matched")
     plain = runner.prefix(CONTEXT)
     text = list(range(10, 30))
-    prefix = plain.trained(text, steps=15, rate=3e-2)
+    prefix = kvjax.cartridge(runner.model, plain, [text], steps=15, rate=3e-2).prefilled
     runner.save_prefix(tmp_path / "trained", prefix)
     again = runner_for("matched")
     loaded = again.load_prefix(tmp_path / "trained")
     assert_equal(loaded, prefix)
-    assert (loaded.length, loaded.room) == (plain.length, plain.room)
+    assert length_of(loaded) == length_of(plain)
     again.submit(Request(tokens=text[:9], max_new_tokens=8, prefix=loaded))
     (found,) = again
-    expected = decode(runner.model, prefix.extend(text[:9]).fork(1), max_new_tokens=8)
+    expected = decode(runner.model, contexts.extend(runner.model, prefix, text[:9], block=1), max_new_tokens=8)
     np.testing.assert_array_equal(found.tokens, expected.tokens[0])
     # The text has become more likely, under the prefix that was trained alone.
-    before, after = (score_continuation(runner.model, each.fork(1), np.array([text])) for each in (plain, prefix))
+    before, after = (
+        score_continuation(runner.model, contexts.rows(each, [0]), np.array([text])) for each in (plain, prefix)
+    )
     assert after[:, 1:].mean() > before[:, 1:].mean() + 0.5
 
 
 def test_extended_in_parts_and_at_once():
     runner = runner_for("h2o-int8-host")
     prefix, more = runner.prefix(CONTEXT[:20]), [4, 5, 6, 7, 8]
-    parts = prefix.extend(more[:2]).extend(more[2:])
-    whole = prefix.extend(more)
+    parts = whole = prefix
+    for part in (more[:2], more[2:]):
+        parts = contexts.extend(runner.model, parts, part, block=1)
+    whole = contexts.extend(runner.model, prefix, more, block=1)
     assert_equal(parts, whole)
-    assert (whole.length, whole.prompt, whole.room) == (25, 20, 25)
-    forked = whole.fork(3)
+    assert parts.boundaries == whole.boundaries
+    assert (length_of(whole), room_of(whole, LIMITS.new_tokens)) == (25, 25)
+    forked = contexts.rows(whole, [0] * 3)
     assert kept(forked.state, 2) == kept(whole.state, 0)
     # Its slots are those of a text whose first 20 tokens are the prompt.
     text = [*CONTEXT[:20], *more]
@@ -136,11 +137,11 @@ def test_a_prefix_under_functions_of_ones_own(tmp_path):
 
     first = runner(1.0)
     first.save_prefix(tmp_path / "saved", first.prefix(CONTEXT[:20]))
-    assert runner(1.0).load_prefix(tmp_path / "saved").length == 20
-    with pytest.raises(CheckpointError, match="saved with another cache"):
+    assert length_of(runner(1.0).load_prefix(tmp_path / "saved")) == 20
+    with pytest.raises(CheckpointError, match="saved with another policy"):
         runner(-1.0).load_prefix(tmp_path / "saved")
     mine.write_text(OWN + "# Changed.\n")
-    with pytest.raises(CheckpointError, match="saved with another cache"):
+    with pytest.raises(CheckpointError, match="saved with another policy"):
         runner(1.0).load_prefix(tmp_path / "saved")
 
 
@@ -149,54 +150,31 @@ def test_prefixes_that_cannot_be_used(tmp_path):
     prefix = runner.prefix(CONTEXT[:20])
     with pytest.raises(InputError, match="31 tokens were requested after a prefix that has room for 30"):
         runner.submit(Request(tokens=[1] * 20, max_new_tokens=11, prefix=prefix))
-    with pytest.raises(InputError, match=r"31 tokens were requested"):
-        prefix.extend([1] * 30)
     other = Runner(runner.model, policies.h2o(9), rows=2, limits=LIMITS)
     with pytest.raises(InputError, match="made under h2o"):
         other.submit(Request(tokens=[1], max_new_tokens=1, prefix=prefix))
     another = Runner(tiny(layers=1, seed=1).model, SPECS["h2o-int8-host"], rows=2, limits=LIMITS)
     with pytest.raises(InputError, match="belongs to another model"):
         another.submit(Request(tokens=[1], max_new_tokens=1, prefix=prefix))
-    for call in (runner.prefix, prefix.extend):
-        with pytest.raises(InputError, match="must be one row of tokens"):
-            call([[1, 2], [3, 4]])
+    with pytest.raises(InputError, match="must be one row of tokens"):
+        runner.prefix([[1, 2], [3, 4]])
+    for wrong in (contexts.rows(prefix, [0, 0]), prefix._replace(made=None)):
+        with pytest.raises(InputError, match="must be a context of one row"):
+            runner.submit(Request(tokens=[1], max_new_tokens=1, prefix=wrong))
     smaller = Runner(runner.model, SPECS["h2o-int8-host"], rows=2, limits=Limits(LIMITS.prompt, 16))
     with pytest.raises(InputError, match="17 tokens were requested after a prefix that has room for 16;"):
         smaller.submit(Request(tokens=[1] * 16, max_new_tokens=1, prefix=prefix))
+    shorter = Runner(runner.model, SPECS["h2o-int8-host"], rows=2, limits=Limits(20, LIMITS.new_tokens))
     folder = tmp_path / "saved"
     runner.save_prefix(folder, prefix)
     with pytest.raises(CheckpointError, match="exists already"):
         runner.save_prefix(folder, prefix)
     with pytest.raises(CheckpointError, match="saved with another model"):
         another.load_prefix(folder)
-    with pytest.raises(CheckpointError, match="saved with another cache"):
+    with pytest.raises(CheckpointError, match="saved with another policy"):
         other.load_prefix(folder)
-    with pytest.raises(CheckpointError, match="there is no prefix in"):
+    with pytest.raises(CheckpointError, match=r"saved with another cache: it was made .* up to 40 tokens"):
+        shorter.load_prefix(folder)
+    with pytest.raises(CheckpointError, match="there is no context in"):
         runner.load_prefix(tmp_path / "none")
-    last = jax.tree.map(lambda leaf: leaf.at[-1].multiply(1.5) if leaf.ndim > 1 else leaf, runner.model.params)
-    changed = Runner(dataclasses.replace(runner.model, params=last), SPECS["h2o-int8-host"], rows=2, limits=LIMITS)
-    with pytest.raises(CheckpointError, match="saved with another model"):
-        changed.load_prefix(folder)
-    arrays, about = (folder / "arrays.npz").read_bytes(), json.loads((folder / "prefix.json").read_text())
-    for damaged in (b"", arrays[:-100], arrays.replace(b"tokens", b"tocens")):
-        (folder / "arrays.npz").write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"arrays.npz is damaged"):
-            runner.load_prefix(folder)
-    np.savez(folder / "arrays.npz", tokens=prefix.tokens + 1, logits=np.asarray(prefix.logits))
-    with pytest.raises(CheckpointError, match="are not those that were saved"):
-        runner.load_prefix(folder)
-    (folder / "arrays.npz").write_bytes(arrays)
-    for other_prompt in ({"prompt": 19}, {"prompt": None}):
-        (folder / "prefix.json").write_text(json.dumps(about | other_prompt))
-        with pytest.raises(CheckpointError, match="are not those that were saved"):
-            runner.load_prefix(folder)
-    (folder / "prefix.json").write_text("[" * 100_000)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        runner.load_prefix(folder)
-    (folder / "prefix.json").write_text(json.dumps(about | {"state": "0"}))
-    with pytest.raises(CheckpointError, match="are not those that were saved"):
-        runner.load_prefix(folder)
-    (folder / "prefix.json").write_text("{")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        runner.load_prefix(folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]

@@ -17,7 +17,7 @@ import jax
 import pytest
 
 import kvjax
-from kvjax import policies
+from kvjax import contexts, policies
 from kvjax.cache import Limits
 from kvjax.checkpoint import sandbox
 from kvjax.serve import Runner
@@ -257,10 +257,8 @@ def test_stop_texts_and_prefixes(server, model):
     assert stopped["text"] == whole[: whole.index(stop)] and stopped["finish_reason"] == "stop"
     continued = server.complete(" into", max_tokens=10, prefix="anna")["text"]
     ids = model.tokenizer.encode(" into", bos=False)
-    asked = server.runner.prefix(model.tokenizer.encode(PROMPTS[0])).extend(ids)
-    from kvjax.generation.generate import decode
-
-    expected = decode(model, asked.fork(1), max_new_tokens=10)
+    asked = contexts.extend(model, server.runner.prefix(model.tokenizer.encode(PROMPTS[0])), ids, block=1)
+    expected = contexts.decode(model, asked, max_new_tokens=10)
     assert continued == model.tokenizer.decode(expected.tokens[0])
     # Of several prompts, each has its choices.
     body = {"prompt": [PROMPTS[0], PROMPTS[2]], "max_tokens": 5, "temperature": 0, "n": 2}
