@@ -44,22 +44,18 @@ def with_room(context: Context, fed: np.ndarray) -> Context:
     Raises:
       InputError: arrays that cannot grow have too few slots.
     """
-    missing = _missing(context, fed)
-    if missing <= 0:
-        return context
-    made, most = context.made, int((distributed.to_host(context.state.length) + fed).max())
-    if made is None or made.sizes is None:
-        slots = min(group.capacity for group in context.layout.groups if not group.evicts)
-        raise InputError(
-            f"{most} tokens do not fit in {slots} slots, and this context, whose cache is not known, cannot grow; give "
-            "`prefill` a larger room, max_new_tokens or limits."
-        )
-    total = -(-(made.sizes.total + missing) // STEP) * STEP
-    return with_sizes(
-        context, dataclasses.replace(made.sizes, following=total - made.sizes.budget_prompt),
-        about=f"{most} tokens do not fit in the arrays of this context, which cannot grow",
-        instead="give `prefill` a larger room, max_new_tokens or limits",
-    )  # fmt: skip
+    # Where slots were rounded up, those of the larger sizes need not be as many more.
+    while (missing := _missing(context, fed)) > 0:
+        most = int((distributed.to_host(context.state.length) + fed).max())
+        about = f"{most} tokens do not fit in the arrays of this context, which cannot grow"
+        instead = "give `prefill` a larger room, max_new_tokens or limits"
+        sizes = None if context.made is None else context.made.sizes
+        if sizes is None:
+            raise InputError(f"{about}: its model and its cache are not known; {instead}.")
+        total = -(-(sizes.total + missing) // STEP) * STEP
+        following = total - sizes.budget_prompt
+        context = with_sizes(context, dataclasses.replace(sizes, following=following), about=about, instead=instead)
+    return context
 
 
 def _missing(context: Context, fed: np.ndarray) -> int:
