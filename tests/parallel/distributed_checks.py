@@ -27,7 +27,7 @@ from experiments import cli
 from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig
 from experiments.programs import run, train
 from experiments.specs import build_spec
-from kvjax import analysis, policies, storage
+from kvjax import analysis, contexts, policies, storage
 from kvjax.cache import Limits
 from kvjax.checkpoint import orbax
 from kvjax.errors import ConfigError, KvjaxError
@@ -135,6 +135,7 @@ def errors(folder: Path, axes: str) -> list[str]:
         lambda: Runner(model, policies.full(), rows=1, limits=Limits(prompt=8, new_tokens=1)),
         lambda: kvjax.calibrate(model, text, storage.low_rank(4, 4)),
         lambda: analysis.sparsity(model, text),
+        lambda: contexts.load(folder / "context", model),
         lambda: kvjax.save(model, folder / "text"),
     ):
         try:

@@ -113,7 +113,8 @@ def test_a_saved_folder_is_that_of_one_process(several, folder):
 def test_errors_are_of_all(several):
     count, found, _ = several
     *alone, of_file, without_mesh, of_another = found["errors"]
-    for error, what in zip(alone, ("serving with a Runner", "kvjax.calibrate", "kvjax.analysis"), strict=True):
+    needed = ("serving with a Runner", "kvjax.calibrate", "kvjax.analysis", "contexts.load")
+    for error, what in zip(alone, needed, strict=True):
         assert error.startswith(f"{what} needs a model in one process, and this one is divided over {count} processes;")
     assert "text is a file" in of_file
     assert f"{count} processes share a model on a mesh; give a mesh of all {count} devices" in without_mesh
