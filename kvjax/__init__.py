@@ -7,7 +7,8 @@ Models
 Text and tokens
   `generate_text` takes texts and conversations, and returns a `TextGeneration`. `generate` takes token ids, and returns
   a `Generation`; `Greedy` and `Sample` choose the tokens. `log_likelihood` scores texts (`LogLikelihood`), and
-  `score_choices` the continuations of a context (`ChoiceScore`). Within `reuse_prompts`, calls on equal prompts under
+  `score_choices` the continuations of a context (`ChoiceScore`). `speculate` generates with drafts that the full cache
+  verifies; `kvjax.speculation` has the ways to draft. Within `reuse_prompts`, calls on equal prompts under
   several caches compute them once. `cartridge` trains the slots of a compacted context (`Cartridge`).
 
 Contexts
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from kvjax.models.quantize import WeightCodes, quantize_weights
     from kvjax.parallel.rules import Rules
     from kvjax.parallel.sharding import make_mesh
+    from kvjax.speculation.speculating import speculate
     from kvjax.storage.calibration import Calibration, load_calibration
 
 silence_missing_tpu()
@@ -115,6 +117,7 @@ __all__ = [
     "save",
     "score_choices",
     "selection",
+    "speculate",
     "storage",
 ]
 
@@ -143,6 +146,7 @@ _load, __dir__ = lazy.attach(
         "kvjax.models.quantize": ("WeightCodes", "quantize_weights"),
         "kvjax.parallel.rules": ("Rules",),
         "kvjax.parallel.sharding": ("make_mesh",),
+        "kvjax.speculation.speculating": ("speculate",),
         "kvjax.storage.calibration": ("Calibration", "load_calibration"),
     },
 )

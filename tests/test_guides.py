@@ -28,7 +28,7 @@ from tests.conftest import ROOT
 DOCS = ROOT / "docs"
 PAGES = (
     "policies", "how_it_works", "peers", "migrating", "troubleshooting", "generation", "contexts", "budgets", "memory",
-    "methods", "experiments", "install",
+    "speculation", "methods", "experiments", "install",
 )  # fmt: skip
 LAYERS = 2  # of kvjax-tiny's, which compile in half the time
 
@@ -94,6 +94,7 @@ def anchor_of(heading: str) -> str:
     [
         ("generation", "finished"),
         ("contexts", "answer"),
+        ("speculation", "made"),
         ("budgets", "result"),
         ("how_it_works", "other"),
         ("meshes", "made"),

@@ -6,6 +6,7 @@ policy, storage and selection; `retrieval_scores` and `retrieval_heads` measure 
 heads on `passkeys`, and `budgets` divides slots among the layers. `selected` compares what a selection reads with the
 best choice of the same size, `skew_effect` does so with and without a skew, and `input_cosine` compares the inputs of
 consecutive layers. `plots` draws each of them, and `submodular` compares greedy selection with the optimum.
+`acceptance` compares laws of the next token, and predicts the drafts of `kvjax.speculation` that are accepted.
 `train_directions` and `search_ranks` fit a storage of low rank. `show` makes a page of a text that marks the tokens
 that each cache holds.
 
@@ -13,6 +14,7 @@ In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest 
 """
 
 from kvjax.analysis import plots, submodular
+from kvjax.analysis.acceptance import Acceptance, acceptance
 from kvjax.analysis.budgets import budgets, density_weights, divided, entropy_weights, replay_scores
 from kvjax.analysis.compare import MissRate, Retained, attention_cosine, jaccard, miss_rate, retained
 from kvjax.analysis.directions import Ranks, TrainedDirections, search_ranks, shortened, train_directions
@@ -33,6 +35,7 @@ from kvjax.analysis.selection_quality import Selected, SkewEffect, selected, ske
 from kvjax.analysis.viewer import Viewer, show
 
 __all__ = [
+    "Acceptance",
     "AccumulatedAttention",
     "AttentionStd",
     "HeadGates",
@@ -48,6 +51,7 @@ __all__ = [
     "SkewEffect",
     "TrainedDirections",
     "Viewer",
+    "acceptance",
     "accumulated_attention",
     "attention_cosine",
     "attention_std",

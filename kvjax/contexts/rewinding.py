@@ -2,23 +2,18 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.arguments import plain_signature
-from kvjax.cache.layer_stack import arranged_state, stacked_runs
+from kvjax.cache.cut import cut
 from kvjax.cache.planning.layout import CacheLayout
-from kvjax.cache.state import EMPTY, KVState, LayerKV
 from kvjax.contexts.turns import extend, own_model
 from kvjax.errors import InputError
 from kvjax.generation.context import Context, Span, padded_rows
 from kvjax.generation.multiple_choice import takes_blocks
 from kvjax.generation.program import program
 from kvjax.models.model import Model
-
-Array = jax.Array
 
 
 @plain_signature
@@ -79,17 +74,7 @@ def reason_against(layout: CacheLayout) -> str | None:
     return None
 
 
-@program()
-def _forget(state: KVState, length: Array) -> KVState:
-    """Empties the slots of positions from `length`, [B] int32, on."""
-    stacked = stacked_runs(state.layers)
-    state = arranged_state(state, ())
-
-    def cut(layer: LayerKV) -> LayerKV:
-        return layer.replace(position=jnp.where(layer.position < length[:, None, None], layer.position, EMPTY))
-
-    layers = jax.tree.map(cut, state.layers, is_leaf=lambda each: isinstance(each, LayerKV))
-    return arranged_state(state.replace(layers=layers, length=length), stacked)
+_forget = program()(cut)
 
 
 def _cut(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:

@@ -1,7 +1,8 @@
 """Generation: prompts in, new tokens out; `kvjax.generation.decoding` is the loop."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from kvjax.cache.layer_stack import positions_of
 from kvjax.cache.planning.layout import CacheLayout, kept
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState
-from kvjax.errors import InputError, shown
+from kvjax.errors import InputError, PolicyError, shown
 from kvjax.generation import compiling, selection_record
 from kvjax.generation.context import Context
 from kvjax.generation.decoding import CHUNK, Carry, decode_steps, first_token
@@ -29,6 +30,7 @@ from kvjax.numerics.finite import PAD, check_finite
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
 from kvjax.policies.parameters import distinct
+from kvjax.policies.window import full
 from kvjax.storage.calibration import Calibration, required
 from kvjax.summary import one_line
 
@@ -49,6 +51,7 @@ class Generation(NamedTuple):
       record: what selections chose, if it was asked for; otherwise None. Its first step feeds the first new token.
       layout: the static description of the cache.
       context: of `kvjax.contexts.decode`, the context after the new tokens; otherwise None.
+      drafts: of `kvjax.speculation.speculate`, the counts of drafted and accepted tokens; otherwise None.
     """
 
     tokens: np.ndarray
@@ -58,6 +61,7 @@ class Generation(NamedTuple):
     record: Record | None = None
     layout: CacheLayout | None = None
     context: Context | None = None
+    drafts: Any = None  # a `kvjax.speculation.Drafts`
 
     def __repr__(self) -> str:
         return one_line(self)
@@ -90,6 +94,7 @@ def generate(
     progress: bool = False,
     requests: ArrayLike | None = None,
     record: bool = False,
+    speculate: Any = None,
     options: CacheOptions | None = None,
     **cache: Unpack[CacheKeywords],
 ) -> Generation:
@@ -113,6 +118,8 @@ def generate(
       requests: [B] int, the id of each row's request. A sampled token depends on the key, the request's id and the
         token's position, and not on the rest of the batch. None for the row numbers, or for 0 if each row has a key.
       record: whether to record what selections choose; not with a kernel that does a whole step.
+      speculate: how tokens are drafted, as ``draft`` of `kvjax.speculate`, under `full`; not with `stream`, `until` or
+        `record`. None = they are not.
       options: storage, selection, blocks of the prompt and other options of the cache; see `kvjax.CacheOptions`.
       cache: its fields, which may be given one by one, such as ``storage=kvjax.storage.int8()``.
 
@@ -126,12 +133,38 @@ def generate(
         the other rows have ended; ``error.result`` is the `Generation`.
     """
     options = (options or CacheOptions()).updated(cache, "generate")
+    if speculate is not None:
+        for name, given in (("stream", stream), ("until", until), ("record", record or None)):
+            if given is not None:
+                raise InputError(
+                    f"{name} takes tokens one by one, and drafts are accepted several at once; leave it out."
+                )
+        return _speculated(
+            model, tokens, options.spec(policy), options, draft=speculate, max_new_tokens=max_new_tokens,
+            lengths=lengths, sampler=sampler, key=key, stop=stop, requests=requests,
+        )  # fmt: skip
     model, spec = options.resolve(model, policy)
     prefilled = run_prefill(model, spec, tokens, lengths, max_new_tokens, options)
     return _decode(
         model, prefilled, max_new_tokens=max_new_tokens, sampler=sampler, key=key, stop=stop, stream=stream,
         until=until, progress=progress, requests=requests, record=record,
     )  # fmt: skip
+
+
+def _speculated(
+    model: Model, tokens: ArrayLike, spec: CacheSpec, options: CacheOptions, **arguments: Any
+) -> Generation:
+    """Runs `kvjax.speculate` for a full cache; see `generate`."""
+    from kvjax.speculation import speculate  # which uses this module
+
+    if spec.policy != full():
+        raise PolicyError(
+            f"policy {spec.policy.name} is not full(): drafts are verified in blocks, which equal single tokens only "
+            "where nothing is evicted. Use full(), and let the policy draft: "
+            f"speculate=kvjax.speculation.own({spec.policy.name}(...))."
+        )
+    own = dataclasses.replace(options, storage=spec.storage, selection=spec.selection)
+    return speculate(model, tokens, options=own, **arguments)
 
 
 @plain_signature
@@ -204,7 +237,7 @@ def _decode(
     if key.ndim and requests is None:
         requests = np.zeros(rows, np.int32)
     padding = (0, prefilled.logits.shape[0] - rows)
-    request = np.pad(_check_requests(requests, rows), padding)
+    request = np.pad(check_requests(requests, rows), padding)
     if key.ndim:
         key = key[np.pad(np.arange(rows), padding)]
     check_room(prefilled, max_new_tokens)
@@ -333,7 +366,7 @@ def check_following(context: Context, fed: int) -> None:
         )
 
 
-def _check_requests(requests: ArrayLike | None, rows: int) -> np.ndarray:
+def check_requests(requests: ArrayLike | None, rows: int) -> np.ndarray:
     """Returns the checked ids of the rows' requests, [B] int32."""
     if requests is None:
         return np.arange(rows, dtype=np.int32)

@@ -74,6 +74,13 @@ class BoundDecoder(NamedTuple):
         (x, state), sown = self._apply("hidden", tokens, state, block, phase, mutable=CHOICES)
         return x, state, {int(index): values for index, (values,) in sown[CHOICES].items()}
 
+    def observed(
+        self, tokens: Array, state: KVState, block: Block, phase: Phase
+    ) -> tuple[Array, KVState, dict[int, tuple[AttentionOperands, ...]]]:
+        """Does what `hidden` does, and returns the operands of attention as well, see `seen`."""
+        (x, state), sown = self._apply("hidden", tokens, state, block, phase, mutable=SEEN)
+        return x, state, {int(index): values[0] for index, (values,) in sown[SEEN].items()}
+
     def seen(
         self, tokens: Array, state: KVState, block: Block, phase: Phase
     ) -> tuple[KVState, dict[int, tuple[tuple[AttentionOperands, ...], Streams]]]:

@@ -30,8 +30,12 @@ from kvjax.planning.plan_report import Plan, fits_in
 from kvjax.planning.programs import Memory, compile_decode, compile_prefill
 from kvjax.planning.prompt_attention import prompt_attention_flops
 from kvjax.planning.roofline import average_slots, decode_shapes, fewest_bytes, local_bytes, roofline
+from kvjax.planning.speculation import plan_speculation
 from kvjax.planning.topologies import find_target
 from kvjax.policies.base import Policy
+
+#: Of drafts for a full cache, whose length of break-even a plan says: slots that they read, chance to be accepted.
+DRAFT_SLOTS, DRAFT_CHANCE = 512, 0.8
 
 
 @plain_signature
@@ -148,6 +152,13 @@ def plan(
             prefill_memory, problem = Memory.of(program), problem or prefill_problem
     seconds = time.perf_counter() - start
 
+    drafts = None
+    if spec.policy == policies.full() and spec.storage.exact and codes is None and mesh is None and device.bandwidth:
+        on_host = spec.storage.on_host and device.link is not None
+        drafts = plan_speculation(
+            config, budget=DRAFT_SLOTS, device=device, alpha=DRAFT_CHANCE, length=prompt_length + new_tokens,
+            batch=batch, on_host=on_host, dtype_bytes=max(dtype.itemsize, 2),
+        )  # fmt: skip
     needed = memory.total if memory else arguments
     peak = max(needed, prefill_memory.total if prefill_memory else 0)
     return Plan(
@@ -186,6 +197,7 @@ def plan(
         full=full,
         compile_seconds=seconds,
         compiled=compiled,
+        drafts=drafts,
     )
 
 

@@ -8,6 +8,7 @@ from tabulate import tabulate
 from kvjax.devices import Device
 from kvjax.planning.hlo_collectives import Collectives
 from kvjax.planning.roofline import Roofline
+from kvjax.planning.speculation import SpeculationPlan
 from kvjax.typing import JsonObject
 from kvjax.units import si, size
 
@@ -53,6 +54,7 @@ class Plan:
       full: the roofline of a decode step with a full cache.
       compile_seconds: the wall time of compilation.
       compiled: the decode program, or None if it did not compile.
+      drafts: of an exact full cache on one device of known speed, from which length on drafts pay; otherwise None.
     """
 
     target: str
@@ -90,6 +92,7 @@ class Plan:
     full: Roofline
     compile_seconds: float
     compiled: jax.stages.Compiled | None = dataclasses.field(default=None, repr=False, compare=False)
+    drafts: SpeculationPlan | None = None
 
     def as_dict(self) -> JsonObject:
         """Returns all attributes except the program, as JSON values."""
@@ -187,7 +190,8 @@ class Plan:
                 f"\nAttention over the prompts computes {si(self.prompt_flops, 'FLOP')}, {share:.0f} % of the "
                 f"{si(self.full_prompt_flops, 'FLOP')} of prompts that are read whole."
             )
-        words = (f"The compiler reports: {self.problem}",) if self.problem else ()
+        words = [str(self.drafts)] if self.drafts is not None else []
+        words += [f"The compiler reports: {self.problem}"] if self.problem else []
         return "\n".join((first, second, body, last, self.explain, *words))
 
 

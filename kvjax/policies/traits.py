@@ -1,5 +1,7 @@
 """Questions about a policy that other rooms ask: only policies and the cache look at how a policy is made."""
 
+import dataclasses
+
 import numpy as np
 
 from kvjax.errors import SelectionError
@@ -129,6 +131,37 @@ def ranking_by_more_than_position(policy: Policy) -> str | None:
         ),
         None,
     )
+
+
+def observing(policy: Evict) -> Evict:
+    """Returns a policy that keeps every token, with the statistics that another one ranks slots by."""
+    return dataclasses.replace(policy, budget=None, when="step", merge=None, every=1, page=1)
+
+
+def ranks_by_content(policy: Policy) -> bool:
+    """Returns whether a policy ranks slots by keys, values or attention, and not by positions alone."""
+    return any(each.needs or each.reads for each in evictions(policy))
+
+
+def refuses_ranking(policy: Policy) -> str | None:
+    """Returns why a policy cannot rank the slots of a cache that keeps every token, or None if it can."""
+    if not isinstance(policy, Evict):
+        return "it has several policies, for heads, layers or times"
+    if policy.budget is None:
+        return "it keeps every token"
+    if policy.budget.shared or policy.budget.over_layers or policy.budget.beyond_prompt or policy.budget.evicts_early:
+        return "its heads share a budget, or its budget depends on what is held"
+    if policy.merge is not None:
+        return "it merges evicted slots into others"
+    if policy.memory or policy.writes or policy.params or policy.replay is not None:
+        return "it ranks slots by more than the statistics of attention"
+    if any(each.of_selection for each in policy.needs):
+        return "it ranks slots by what a selection chose"
+    if policy.positions != "original":
+        return "it rotates keys to their ranks, and the keys of the target are at their positions"
+    if policy.page > 1:
+        return "it evicts whole pages"
+    return None
 
 
 def is_split(policy: Policy) -> bool:

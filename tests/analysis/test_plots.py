@@ -91,6 +91,8 @@ def test_every_measure_has_its_figure():
     others |= {"search_ranks", "shortened", "train_directions"}
     # Measures that experiments.after_prompt puts in tables.
     others |= {"output_error", "recurrences"}
+    # A prediction of drafts, not of attention.
+    others |= {"acceptance"}
     measures = {name for name in analysis.__all__ if name.islower()} - others
     assert measures == {name.removeprefix("plot_") for name in dir(plots) if name.startswith("plot_")}
     assert {name.split()[0] for name in FIGURES} == measures

@@ -1,0 +1,246 @@
+"""The jitted loop of rounds: levels draft, the target verifies, and rows go on at their own lengths.
+
+Every level has fed its first ``state.length`` tokens, and the text holds what is known or drafted after them. So a
+level that is behind, as one all of whose drafts were accepted, feeds what it lacks before it chooses. All shapes are
+those of the most that a round can draft, so that one trace serves whatever is accepted.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.cut import cut
+from kvjax.cache.layer_stack import LayerRuns, arranged_state, stacked_runs
+from kvjax.cache.state import Block, KVState
+from kvjax.cache.step.interface import AttentionOperands
+from kvjax.generation import compiling
+from kvjax.generation.program import program
+from kvjax.models.bound import bind, logprob_of
+from kvjax.numerics.finite import PAD
+from kvjax.parallel.sharding import Params
+from kvjax.speculation import readings
+from kvjax.speculation.drafting import at_places, decide, propose
+from kvjax.speculation.levels import Feed, begun, returned
+from kvjax.speculation.loop_state import Carry, Draft, Plan, Run, Verdict, counted, laws_of, put
+
+Array = jax.Array
+
+
+@program(static_argnames=("plan",), donate_argnames=("carry",))
+def run_rounds(
+    params: tuple[Params, ...],
+    carry: Carry,
+    stop: Array,
+    most: Array,
+    rounds: Array | int,
+    budgets: readings.GroupBudgets | None,
+    *,
+    plan: Plan,
+) -> Carry:
+    """Runs rounds until every row has ended.
+
+    Args:
+      params: of the target, and of other models.
+      carry: of the loop; donated.
+      stop: [n] int32, token ids that end a row.
+      most: int32, the number of new tokens of a row.
+      rounds: int32, the largest number of rounds.
+      budgets: slots that a policy ranks highest, see `readings.by_policy`; None if no level does so.
+      plan: the loop.
+    """
+    compiling.traced()
+    run = Run(plan, params, carry.start, carry.keys)
+    stacked = [stacked_runs(state.layers) for state in _states(carry)]
+    phases = [plan.verify, *(level.phase for level in plan.levels if not level.copies)]
+    models = [(plan.config, params[0])]
+    models += [(level.config, params[level.model]) for level in plan.levels if not level.copies]
+    runs = [
+        bind(*model).runs_now(state, phase) for model, state, phase in zip(models, _states(carry), phases, strict=True)
+    ]
+    carry = _arranged(carry, runs)
+
+    def ongoing(loop: tuple[Array, Carry]) -> Array:
+        return (loop[0] < rounds) & jnp.any(loop[1].active)
+
+    def body(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
+        return loop[0] + 1, _round(run, loop[1], stop, most, budgets)
+
+    _, carry = jax.lax.while_loop(ongoing, body, (jnp.int32(0), carry))
+    return _arranged(carry, stacked)
+
+
+def _states(carry: Carry) -> list[KVState]:
+    return [carry.state, *(each[0] for each in carry.feeds if each is not None)]
+
+
+def _arranged(carry: Carry, runs: list[LayerRuns]) -> Carry:
+    """Returns the carry whose caches have the layers of some runs in stacks; see `arranged_state`."""
+    rest = iter(runs[1:])
+    feeds = tuple(None if each is None else (arranged_state(each[0], next(rest)), each[1]) for each in carry.feeds)
+    return carry._replace(state=arranged_state(carry.state, runs[0]), feeds=feeds)
+
+
+def _round(run: Run, carry: Carry, stop: Array, most: Array, budgets: readings.GroupBudgets | None) -> Carry:
+    """Runs one round of the target; for the arguments see `run_rounds`."""
+    plan, gamma = run.plan, run.plan.levels[0].gamma
+    # [B] each
+    due = jnp.where(carry.active, most - carry.made, 0)
+    known, before = run.start + carry.made, carry.state.length
+    state, text, feeds = _begin(run, carry, known, due, budgets)
+    want = jnp.minimum(due, gamma)
+    draft = propose(run, 0, Draft(text, laws_of(run, 0), feeds, carry.counts), known, want)
+    # [B, γ]
+    places = jnp.arange(gamma + 1, dtype=jnp.int32)
+    drafted = run.tokens(draft.text, known[:, None] + places[:gamma])
+    # The last new token is not fed.
+    end = run.start + most - 1
+    verify = _verify_one_by_one if plan.scan else _verify
+    verdict, logits, state, operands, position = verify(
+        run, state, carry.logits, draft, drafted, known, jnp.where(due > 0, jnp.minimum(known + gamma, end), 0), stop
+    )
+    # [B, γ + 1]
+    logprobs = logprob_of(logits, verdict.tokens)
+    finite = jnp.isfinite(logprobs)
+    ends = jnp.any(verdict.tokens[..., None] == stop, axis=2)
+    count = jnp.minimum(verdict.accepted + 1, due)
+    # [B]: tokens to the first stop, and before the first token whose log-probability is not finite
+    to_stop, to_broken = (_first(marks, gamma + 1) for marks in (ends, ~finite))
+    stopped, broken = to_stop + 1 <= jnp.minimum(count, to_broken), to_broken < jnp.minimum(count, to_stop + 1)
+    reached = jnp.where(stopped, to_stop + 1, due)
+    count = jnp.where(stopped, to_stop + 1, jnp.where(broken, to_broken, count))
+    # The token that is not finite is `PAD`, and its log-probability is there for the error.
+    tokens = jnp.where(finite, verdict.tokens, PAD)
+    written = count + broken.astype(jnp.int32)
+    text = put(draft.text, carry.made, written, tokens)
+    scores = put(carry.logprobs, carry.made, written, logprobs)
+    accepted = jnp.minimum(verdict.accepted, reached)
+    counts = counted(draft.counts, 0, reached, accepted, due > 0)
+    number = counts[0].rounds - 1
+    rows = jnp.arange(len(due))
+    by_round = carry.by_round.at[rows, jnp.where(due > 0, number, carry.by_round.shape[1])].set(accepted, mode="drop")
+    made = carry.made + count
+    # The newest token is not fed; that before a token which is not finite is.
+    length = jnp.maximum(run.start + made - jnp.where(broken, 0, 1), before)
+    if operands is not None:
+        verified = jnp.where(position < length[:, None], position, -1)
+        state = readings.observed(state, operands, verified, plan.decode, plan.config)
+    state = cut(state, length)
+    if (choosing := plan.selecting) is not None:
+        state = readings.with_index(state, before, gamma + 1, choosing)
+    after = [returned(each, length) for each in draft.feeds]
+    kept = tuple(
+        None if level.copies else (own.state, own.logits) for level, own in zip(plan.levels, after, strict=True)
+    )
+    active = carry.active & ~stopped & ~broken & (made < most)
+    return carry._replace(
+        state=state, text=text, logprobs=scores, made=made, active=active, feeds=kept, counts=counts,
+        by_round=by_round,
+    )  # fmt: skip
+
+
+def _first(marks: Array, otherwise: int) -> Array:
+    """Returns the index of the first mark of each row, [B, n] bool -> [B] int32."""
+    index = jnp.arange(marks.shape[1], dtype=jnp.int32)
+    return jnp.min(jnp.where(marks, index, otherwise), axis=1)
+
+
+def _begin(
+    run: Run, carry: Carry, known: Array, due: Array, budgets: readings.GroupBudgets | None
+) -> tuple[KVState, Array, tuple[Feed, ...]]:
+    """Begins a round: copies slots for levels that read the target's cache.
+
+    Returns:
+      The target's cache, the text and the caches of levels.
+    """
+    state, text, feeds = carry.state, carry.text, []
+    for index, (level, own) in enumerate(zip(run.plan.levels, carry.feeds, strict=True)):
+        if own is not None:
+            feeds.append(begun(level, *own))
+        elif not level.selects:
+            assert budgets is not None and level.choosing is not None
+            copies = readings.by_policy(level.config, state, level.choosing, budgets, level.phase, level.tail)
+            feeds.append(Feed(copies, carry.logits))
+        else:
+            # The logits after a prompt are known: a first token is chosen, and chooses the slots.
+            fresh = (state.length == known) & (due > 0)
+            first = run.choose(index, carry.logits[:, None], known[:, None])
+            text = put(text, carry.made, fresh.astype(jnp.int32), first)
+            token = run.tokens(text, state.length[:, None])[:, 0]
+            # A prompt's only new token is not fed.
+            feeding = (due > 0) & (~fresh | (due > 1))
+            decoder = bind(level.config, run.params[0])
+            assert level.choosing is not None
+            logits, copies, state = readings.by_selection(
+                decoder, state, token, feeding, level.choosing, level.phase, level.tail
+            )
+            feeds.append(Feed(copies, logits, early=carry.logits))
+    return state, text, tuple(feeds)
+
+
+# The decision, logits [B, γ + 1, V], the cache, operands of attention, and the positions that were fed.
+Verified = tuple[Verdict, Array, KVState, dict[int, tuple[AttentionOperands, ...]] | None, Array]
+
+
+def _verify(
+    run: Run, state: KVState, earlier: Array, draft: Draft, drafted: Array, known: Array, end: Array, stop: Array
+) -> Verified:
+    """Feeds the drafts to the target as a block.
+
+    Args:
+      run: of the loop.
+      state: the target's cache.
+      earlier: [B, V], the logits after each prompt.
+      draft: of the round.
+      drafted: [B, γ] int32.
+      known: [B] int32, the number of known tokens.
+      end: [B] int32, the position before which tokens are fed; 0 for a row that has ended.
+      stop: [n] int32; not used.
+    """
+    plan, count = run.plan, drafted.shape[1] + 1
+    behind = known - state.length
+    # [B, γ + 1]
+    position = state.length[:, None] + jnp.arange(count, dtype=jnp.int32)
+    position = jnp.where(position < end[:, None], position, -1)
+    decoder = bind(plan.config, run.params[0]).looped(stacked_runs(state.layers))
+    block = Block(position=position, prompt=state.prompt, total=state.total, budget=state.budget)
+    tokens, operands = run.tokens(draft.text, position), None
+    if plan.observes:
+        x, state, operands = decoder.observed(tokens, state, block, plan.verify)
+    else:
+        x, state = decoder.hidden(tokens, state, block, plan.verify)
+    logits = at_places(earlier, decoder.logits(x), behind, count)
+    return decide(run, -1, logits, draft.laws, drafted, known), logits, state, operands, position
+
+
+def _verify_one_by_one(
+    run: Run, state: KVState, earlier: Array, draft: Draft, drafted: Array, known: Array, end: Array, stop: Array
+) -> Verified:
+    """Does what `_verify` does by the steps of plain generation, so that no refused draft is fed."""
+    plan, count = run.plan, drafted.shape[1] + 1
+    decoder = bind(plan.config, run.params[0]).looped(stacked_runs(state.layers))
+    rows = jnp.arange(len(known))
+
+    def body(place: Array, loop: tuple[KVState, Array, Array, Array]) -> tuple[KVState, Array, Array, Array]:
+        kv, text, logits, going = loop
+        at = known + place
+        feeds = going & (kv.length < at) & (kv.length < end)
+        # [B, 1]
+        position = jnp.where(feeds, kv.length, -1)[:, None]
+        block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
+        x, kv = decoder.hidden(run.tokens(text, position), kv, block, plan.step)
+        newest = jnp.where(feeds[:, None], decoder.logits(x[:, 0]), earlier)
+        logits = logits.at[:, place].set(newest)
+        verdict = decide(run, -1, logits, draft.laws, drafted, known)
+        token = verdict.tokens[:, place]
+        ended = jnp.any(token[:, None] == stop, axis=1) | ~jnp.isfinite(logprob_of(newest, token))
+        return kv, text, logits, going & (verdict.accepted > place) & ~ended
+
+    logits = jnp.zeros((len(rows), count, earlier.shape[1]), jnp.float32)
+    loop = (state, draft.text, logits, end > 0)
+    state, _, logits, _ = jax.lax.fori_loop(0, count, body, loop)
+    return (
+        decide(run, -1, logits, draft.laws, drafted, known),
+        logits,
+        state,
+        None,
+        jnp.zeros((len(rows), 0), jnp.int32),
+    )
