@@ -21,6 +21,7 @@
   python -m experiments.bench gguf --against=llama.cpp --model=smollm2-135m-instruct
   python -m experiments.bench lm_eval --data=FOLDER --policies=full,h2o --batch=16 --shots=0,5
   python -m experiments.bench serve --policies=h2o --requests=2000 --batch=32 --tokens=1024 --rounds=1
+  python -m experiments.bench prefixes --policies=full --shape=kvjax-tiny --requests=2000 --context=960 --tokens=8
   python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
 
 All sides run the same random weights (--dtype) on all cores. Each peer runs in the fastest of its settings that are
@@ -80,4 +81,8 @@ serve: --requests of mixed lengths (prompts of up to --context tokens, answers o
 are refilled, and in batches that run until their longest answer ends: useful tokens per second, useful row-steps, reads
 by the host. With --shape=kvjax-tiny the model is the trained one, which another server with OpenAI's API can run too
 (llama-server, vLLM, python -m kvjax.serve): --servers=NAME=http://HOST:PORT sends it the same requests.
+prefixes: --requests of up to --context tokens and --tokens new ones in --batch rows: questions about documents, ten of
+each, behind one of five system prompts; a runner with a prefix store and one without. Useful tokens per second, the
+tokens of prompts that were found, whether answers are equal, bytes of states, and the milliseconds of a hit relative to
+those of the blocks that it saves. CPU seconds are of the whole process, which other load disturbs less.
 """

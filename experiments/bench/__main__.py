@@ -64,7 +64,7 @@ def define(values: flags.FlagValues) -> None:
     several("shots", "0", "number of examples before each question, for `lm_eval`")
     several("examples", "first", "how examples are chosen, for `lm_eval`: first (of a file), drawn (for each question)")
     whole("documents", 100, "number of questions per task, and of pieces of the text, for `lm_eval`")
-    whole("requests", 2000, "number of requests of mixed lengths, for `serve`")
+    whole("requests", 2000, "number of requests, for `serve` and `prefixes`")
     several("servers", "", "NAME=http://HOST:PORT of servers that run the same model, for `serve`")
     about = "interpret Pallas kernels on this machine; their times are not meaningful"
     flags.DEFINE_enum("interpret", "no", ["no", "tpu", "gpu"], about, flag_values=values)

@@ -272,4 +272,5 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "gguf": _gguf,
     "lm_eval": _lm_eval,
     "serve": _serve,
+    "prefixes": _serve,
 }

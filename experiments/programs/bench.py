@@ -27,6 +27,7 @@ from experiments.bench import (
     lm_eval,
     memory,
     prefill,
+    prefixes,
     products,
     selections,
     serve,
@@ -59,6 +60,7 @@ TASKS = {
     "gguf": gguf.run,
     "lm_eval": lm_eval.run,
     "serve": serve.run,
+    "prefixes": prefixes.run,
 }
 #: Tasks that measure peers, and what checks their flags before it is asked whether the peers are installed.
 AGAINST = {

@@ -24,6 +24,7 @@ from kvjax.serve.runner import Runner
 from kvjax.storage.calibration import load_calibration
 
 PRIORITY = "priority"  # of --scheduling-policy
+WARM_UP = object()  # whose states those of warm-up are: nobody's
 PREFIX_CACHE = 10**9  # bytes of the states of prompts, unless a flag says otherwise
 
 
@@ -115,5 +116,10 @@ def warm_up(runner: Runner) -> None:
     longest = max(1, min(limits.prompt, runner.model.config.max_positions - new_tokens))
     for length in sorted({1, longest}):
         with contextlib.suppress(PolicyError):
-            runner.submit(Request(tokens=[0] * length, max_new_tokens=new_tokens))
+            # The second one finds states of the first one, if there is a store.
+            for last in range(1 if runner.prefix_store is None else 2):
+                tokens = [*[0] * (length - 1), last]
+                runner.submit(Request(tokens=tokens, max_new_tokens=new_tokens, namespace=WARM_UP))
     list(runner)
+    if runner.prefix_store is not None:
+        runner.prefix_store.clear()

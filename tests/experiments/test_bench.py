@@ -18,6 +18,7 @@ from experiments.bench import (
     kernels,
     lm_eval,
     memory,
+    prefixes,
     serve,
     storages,
     transfers,
@@ -462,6 +463,19 @@ def test_two_sides_that_differ_are_not_timed():
 
 def test_a_grid_is_read():
     assert kernels.parse("12x512x64") == (12, 512, 64)
+
+
+def test_prefixes(tmp_path):
+    arguments = ("--requests=24", "--batch=2", "--context=150", "--policies=full")
+    plain, stored = bench(tmp_path, "prefixes", *arguments)
+    assert (plain["side"], stored["side"]) == ("without a store", "with a store")
+    assert plain["% of prompts found"] == 0 < stored["% of prompts found"] < 100
+    assert plain["% of answers equal"] == 100 and stored["MB of states"] > 0 == plain["MB of states"]
+    assert stored["ms a hit"] > 0 and stored["times without a store"] > 0
+    # Ten questions about each of ten documents, behind some of five system prompts.
+    asked = prefixes.trace(100, 150, 64)
+    assert len({tuple(each[:22]) for each in asked}) <= 5 and len({tuple(each[:-6]) for each in asked}) == 10
+    assert len({tuple(each) for each in asked}) == 100 and max(map(len, asked)) <= 150
 
 
 def test_serve(tmp_path):

@@ -614,9 +614,14 @@ def test_the_first_programs_are_compiled_under_every_policy():
     """Also under one that takes no prompt of a single token, and with room for one new token."""
     model = tiny().model
     for policy, new_tokens in ((policies.window(0.2), 4), (policies.h2o(8), 1)):
-        runner = Runner(model, policy, rows=2, limits=Limits(prompt=32, new_tokens=new_tokens))
+        store = kvjax.PrefixStore(1 << 24)
+        runner = Runner(
+            model, policy, rows=2, limits=Limits(prompt=32, new_tokens=new_tokens), prefix_store=store
+        )  # fmt: skip
         program.warm_up(runner)
         assert runner.idle and runner.counts.prompt_tokens
+        # Clients find a store in which nothing was asked.
+        assert not len(store) and store.counts(None).misses == 0 < store.misses
 
 
 @pytest.fixture(scope="module")
