@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from kvjax.checkpoint.huggingface import load
     from kvjax.checkpoint.writer import save
     from kvjax.contexts.chats import Reply, chat
+    from kvjax.contexts.choices import ChoiceScore, score_choices
     from kvjax.contexts.prefix_store import PrefixStore
     from kvjax.generation.cartridge import Cartridge, cartridge
     from kvjax.generation.context import Context
     from kvjax.generation.generate import Generation, generate
     from kvjax.generation.likelihood import LogLikelihood, log_likelihood
-    from kvjax.generation.multiple_choice import ChoiceScore, score_choices
     from kvjax.generation.options import CacheOptions
     from kvjax.generation.prompt_store import reuse_prompts
     from kvjax.generation.sampling import Greedy, Sample
@@ -134,7 +134,7 @@ _load, __dir__ = lazy.attach(
         "kvjax.generation.context": ("Context",),
         "kvjax.generation.generate": ("Generation", "generate"),
         "kvjax.generation.likelihood": ("LogLikelihood", "log_likelihood"),
-        "kvjax.generation.multiple_choice": ("ChoiceScore", "score_choices"),
+        "kvjax.contexts.choices": ("ChoiceScore", "score_choices"),
         "kvjax.generation.options": ("CacheOptions",),
         "kvjax.generation.prompt_store": ("reuse_prompts",),
         "kvjax.generation.sampling": ("Greedy", "Sample"),

@@ -1,7 +1,8 @@
 """The programs that copy rows of a cache, feed tokens to the copies, and change the size of their arrays."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,13 @@ from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV
 from kvjax.generation import compiling
 from kvjax.generation.prefill import GroupBudgets
 from kvjax.generation.program import program
-from kvjax.models.bound import BoundDecoder, bind
+from kvjax.models.bound import BoundDecoder, bind, logprob_of, over_logits
 from kvjax.models.config import DecoderConfig
 from kvjax.parallel import host_memory
 from kvjax.parallel.sharding import Params
 
 Array = jax.Array
+T = TypeVar("T")
 How = Literal["blocks", "steps"]
 
 
@@ -92,7 +94,19 @@ def _feed(
     kv = resized_state(kv, plan.held, plan.during, fresh=plan.compresses)
     runs = decoder.runs_now(kv, plan.during)
     kv, decoder = arranged_state(kv, runs), decoder.looped(runs)
-    kv, last = _fed(decoder, kv, tokens, lengths, plan)
+
+    def newest_of(last: Array, x: Array, first: Array | int) -> Array:
+        """Updates the last hidden states [R, E]."""
+        step = x.shape[1]
+        # [R]: the row's last token in the block
+        index = jnp.clip(lengths - 1 - first, 0, step - 1)
+        # [R, E]
+        own = jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
+        return jnp.where((lengths > first)[:, None], own, last)
+
+    # [R, E]
+    begun = jnp.zeros((tokens.shape[0], decoder.config.embed_size), decoder.dtype)
+    kv, last = _fed(decoder, kv, tokens, lengths, plan, begun, newest_of)
     # [R, V]
     newest = jnp.where((lengths > 0)[:, None], decoder.logits(last), before)
     kv = resized_state(kv, plan.during, plan.held, fresh=plan.compresses).replace(budget=after)
@@ -103,15 +117,106 @@ feed_copies = program(static_argnames=("config", "plan"))(_feed)
 feed_rows = program(static_argnames=("config", "plan"), donate_argnames=("state",))(_feed)  # instead of copies of them
 
 
-def _fed(decoder: BoundDecoder, kv: KVState, tokens: Array, lengths: Array, plan: Plan) -> tuple[KVState, Array]:
-    """Feeds tokens [R, n] of rows of lengths [R]; returns the cache, and the last hidden state of each row, [R, E]."""
-    rows, width = tokens.shape
+@program(static_argnames=("config", "plan"))
+def score_copies(
+    params: Params,
+    state: KVState,
+    logits: Array,
+    rows: Array,
+    tokens: Array,
+    lengths: Array,
+    *,
+    config: DecoderConfig,
+    plan: Plan,
+) -> tuple[Array, Array, KVState]:
+    """Copies rows of a cache and scores a continuation of each copy. The last token of each is not fed.
+
+    Args:
+      params: of the decoder.
+      state: the cache of the contexts; not donated.
+      logits: [B, V] float32 after each context.
+      rows: [R] int32, the context of each continuation.
+      tokens: [R, n] int32, the continuations; in blocks, n - 1 is a multiple of the block.
+      lengths: [R] int32, the number of tokens of each; 0 = none.
+      config: the decoder.
+      plan: how tokens are fed.
+
+    Returns:
+      The log-probability of each token, [R, n] float32, 0 from the end of the continuation on; whether all its tokens
+      are the most probable ones, [R] bool; and the copies of the cache afterwards.
+    """
+    compiling.traced()
+    stacked = stacked_runs(state.layers)
+    # [R, V]
+    before, kv = _copied(state, logits, rows, lengths > 0)
+    # [R] each
+    first_score, best = score_logits(before, tokens[:, 0])
+    # [R, n]
+    scores = jnp.zeros(tokens.shape, jnp.float32).at[:, 0].set(first_score)
+    if tokens.shape[1] > 1:
+        decoder = bind(config, params)
+        kv = resized_state(kv, plan.held, plan.during)
+        runs = decoder.runs_now(kv, plan.during)
+        kv, decoder = arranged_state(kv, runs), decoder.looped(runs)
+        fed = jnp.maximum(lengths - 1, 0)
+
+        def add(made: tuple[Array, Array], x: Array, first: Array | int) -> tuple[Array, Array]:
+            """Adds the scores of the tokens after those of a block."""
+            scores, best = made
+            # [R, step]
+            target = jax.lax.dynamic_slice_in_dim(tokens, first + 1, x.shape[1], axis=1)
+            # [R, step] each
+            more, agrees = over_logits(decoder, x, target, score_logits)
+            at = first + jnp.arange(x.shape[1], dtype=jnp.int32)
+            best &= jnp.all(agrees | (at >= fed[:, None]), axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(scores, more, first + 1, axis=1), best
+
+        kv, (scores, best) = _fed(decoder, kv, tokens[:, :-1], fed, plan, (scores, best), add)
+        kv = resized_state(kv, plan.during, plan.held)
+    known = jnp.arange(tokens.shape[1], dtype=jnp.int32) < lengths[:, None]
+    return jnp.where(known, scores, 0.0), best, arranged_state(kv, stacked)
+
+
+def score_logits(logits: Array, target: Array) -> tuple[Array, Array]:
+    """The log-probability of tokens [...] under logits [..., V], and whether they are the most probable ones."""
+    # [..., 1]
+    chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)
+    # [..., V]
+    token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    better = (logits > chosen) | ((logits == chosen) & (token < target[..., None]))
+    return logprob_of(logits, target), ~jnp.any(better, axis=-1)
+
+
+def _fed(
+    decoder: BoundDecoder,
+    kv: KVState,
+    tokens: Array,
+    lengths: Array,
+    plan: Plan,
+    made: T,
+    add: Callable[[T, Array, Array | int], T],
+) -> tuple[KVState, T]:
+    """Feeds tokens.
+
+    Args:
+      decoder: the decoder.
+      kv: the cache.
+      tokens: [R, n] int32.
+      lengths: [R] int32, the number of tokens of each row.
+      plan: how tokens are fed.
+      made: arrays that are made of hidden states.
+      add: adds those of the tokens from a number on, [R, step, E], to these arrays.
+
+    Returns:
+      The cache, and the arrays.
+    """
+    width = tokens.shape[1]
     start, step = kv.length, plan.block if plan.how == "blocks" else 1
     # [step]
     inside = jnp.arange(step, dtype=jnp.int32)
 
-    def feed(first: Array | int, kv: KVState, last: Array | None, ids: Array) -> tuple[KVState, Array]:
-        """Feeds the tokens from number `first` on, [R, step], and updates the last hidden states."""
+    def feed(first: Array | int, kv: KVState, made: T, ids: Array) -> tuple[KVState, T]:
+        """Feeds the tokens from number `first` on, [R, step]."""
         # [R, step]
         at = first + inside
         position = jnp.where(at < lengths[:, None], start[:, None] + at, -1)
@@ -119,25 +224,19 @@ def _fed(decoder: BoundDecoder, kv: KVState, tokens: Array, lengths: Array, plan
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget, turn=turn)
         # [R, step, E]
         x, kv = decoder.hidden(ids, kv, block, plan.during)
-        # [R]: the row's last token in the block
-        index = jnp.clip(lengths - 1 - first, 0, step - 1)
-        # [R, E]
-        newest = jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
-        return kv, newest if last is None else jnp.where((lengths > first)[:, None], newest, last)
+        return kv, add(made, x, first)
 
     if plan.how == "blocks" and width == step:
-        return feed(0, kv, None, tokens)
-    # [R, E]
-    last = jnp.zeros((rows, decoder.config.embed_size), decoder.dtype)
+        return feed(0, kv, made, tokens)
 
-    def body(number: Array, carry: tuple[KVState, Array]) -> tuple[KVState, Array]:
+    def body(number: Array, carry: tuple[KVState, T]) -> tuple[KVState, T]:
         first = number * step
         # [R, step]
         ids = jax.lax.dynamic_slice_in_dim(tokens, first, step, axis=1)
         return feed(first, *carry, ids)
 
-    made: tuple[KVState, Array] = jax.lax.fori_loop(0, -(-jnp.max(lengths) // step), body, (kv, last))
-    return made
+    ended: tuple[KVState, T] = jax.lax.fori_loop(0, -(-jnp.max(lengths) // step), body, (kv, made))
+    return ended
 
 
 @program()

@@ -11,7 +11,7 @@ from kvjax.cache.planning.layout import CacheLayout
 from kvjax.contexts.turns import extend, own_model
 from kvjax.errors import InputError
 from kvjax.generation.context import Context, Span, padded_rows
-from kvjax.generation.multiple_choice import takes_blocks
+from kvjax.generation.continuations import takes_blocks
 from kvjax.generation.program import program
 from kvjax.models.model import Model
 

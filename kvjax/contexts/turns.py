@@ -24,7 +24,7 @@ from kvjax.contexts.room import (
 from kvjax.errors import InputError
 from kvjax.generation import compiling
 from kvjax.generation.context import Boundaries, Context, Span, padded_rows, spans_with, turn_of
-from kvjax.generation.multiple_choice import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
+from kvjax.generation.continuations import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import POLICY, SIDES, SKEW
@@ -121,7 +121,7 @@ def extend(
         plan = Plan(context.layout.decode, during, "blocks", width, True, compresses=True)
     else:
         turn_budget = None
-        plan, width, size = _planned(context, longest, block)
+        plan, width, size = planned_turn(context, longest, block)
     # One row is no more work for each device than a row of padding.
     padding = model.rows_on_mesh(count) - count if count > 1 else 0
     # [R + padding, width]
@@ -250,7 +250,7 @@ def check_positions(config: DecoderConfig, length: np.ndarray, total: np.ndarray
         )
 
 
-def _planned(context: Context, longest: int, block: int | None) -> tuple[Plan, int, int | None]:
+def planned_turn(context: Context, longest: int, block: int | None) -> tuple[Plan, int, int | None]:
     """Returns how a turn is fed, the number of tokens that rows are padded to, and the size of its blocks."""
     phase = context.layout.decode
     if takes_blocks(phase):

@@ -14,8 +14,8 @@ from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
 from kvjax.errors import InputError
 from kvjax.generation.context import Context
+from kvjax.generation.continuations import takes_blocks, without_step_kernels
 from kvjax.generation.generate import check_room
-from kvjax.generation.multiple_choice import takes_blocks, without_step_kernels
 from kvjax.inputs import check_batch
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig

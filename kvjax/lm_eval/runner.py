@@ -10,11 +10,11 @@ from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec
 from kvjax.contexts import extend
+from kvjax.contexts.choices import ChoiceScore, score_choices, score_prefilled
 from kvjax.errors import InputError
 from kvjax.generation.context import Context
 from kvjax.generation.generate import decode, generate
 from kvjax.generation.likelihood import log_likelihood
-from kvjax.generation.multiple_choice import ChoiceScore, score_choices, score_prefilled
 from kvjax.generation.options import CacheOptions
 from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.generation.sampling import Greedy, Sampler, penalty_of

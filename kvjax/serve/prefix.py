@@ -15,7 +15,7 @@ from kvjax import contexts
 from kvjax.contexts.turns import same_weights
 from kvjax.errors import CheckpointError, InputError
 from kvjax.generation.context import Context, Span
-from kvjax.generation.multiple_choice import takes_blocks
+from kvjax.generation.continuations import takes_blocks
 from kvjax.inputs import check_batch, check_one_row
 from kvjax.parallel import host_memory
 from kvjax.serve.chunked_prefill import Started

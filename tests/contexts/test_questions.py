@@ -14,7 +14,7 @@ from kvjax.generation.generate import decode, generate
 from kvjax.generation.likelihood import log_likelihood
 from kvjax.generation.prefill import prefill
 from kvjax.lm_eval.runner import Runner
-from tests.generation.test_multiple_choice import AT_ONCE, CONTEXTS, LENGTHS, SPECS
+from tests.contexts.test_choices import AT_ONCE, CONTEXTS, LENGTHS, SPECS
 from tests.tiny import assert_same_state, kept, tiny
 
 QUESTIONS = [[5, 9, 2, 40, 1, 8], [7], [3, 30]]

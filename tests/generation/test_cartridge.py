@@ -12,8 +12,8 @@ from kvjax import policies
 from kvjax.errors import InputError
 from kvjax.generation.cartridge import cartridge, continuation_loss, slots_of
 from kvjax.generation.context import Context
+from kvjax.generation.continuations import without_step_kernels
 from kvjax.generation.likelihood import score_continuation
-from kvjax.generation.multiple_choice import without_step_kernels
 from kvjax.generation.prefill import prefill
 from tests.tiny import random_tokens, tiny
 

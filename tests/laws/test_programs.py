@@ -13,8 +13,8 @@ import kvjax
 from kvjax import policies
 from kvjax.cache import Limits
 from kvjax.contexts import extend
+from kvjax.contexts.choices import score_prefilled
 from kvjax.generation.generate import decode
-from kvjax.generation.multiple_choice import score_prefilled
 from kvjax.generation.prefill import prefill
 from kvjax.serve import Request, Runner
 from tests.conftest import ROOT

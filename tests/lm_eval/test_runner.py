@@ -7,8 +7,11 @@ import pytest
 import kvjax
 from kvjax import policies, storage
 from kvjax.cache import CacheSpec
+from kvjax.cache.planning.limits import half_steps
+from kvjax.contexts.choices import ChoiceScore
+from kvjax.contexts.feed import score_copies
 from kvjax.errors import ConfigError, InputError, PolicyError
-from kvjax.generation import multiple_choice
+from kvjax.generation.continuations import FEW_FED
 from kvjax.generation.prefill import prefill_steps
 from kvjax.lm_eval import beginnings, options
 from kvjax.lm_eval import runner as runner_module
@@ -149,7 +152,7 @@ def test_a_thousand_lengths_run_a_few_programs():
     jax.clear_caches()
     runner(rows=32).scores(pairs)
     assert prefill_steps._cache_size() == 2
-    assert multiple_choice.score_copies._cache_size() <= 2 * 2
+    assert score_copies._cache_size() <= 2 * 2
 
 
 @pytest.mark.parametrize(("context", "choice"), [((8, 120), (1, 30)), ((8, 40), (8, 200))])
@@ -165,9 +168,9 @@ def test_padding_is_saved_where_most_tokens_are(context, choice, monkeypatch):
     def counted(model, tokens, asked, spec, *, limits, **settings):
         nonlocal fed
         rows, lengths = len(tokens), sorted((len(each) for own in asked for each in own), reverse=True)
-        widths = [multiple_choice._width(lengths[start], at_once=True) for start in range(0, len(lengths), rows)]
-        fed += rows * (limits.prompt + sum(width - 1 for width in widths))
-        return [[multiple_choice.ChoiceScore(np.zeros(len(each)), False) for each in own] for own in asked]
+        longest = [lengths[start] - 1 for start in range(0, len(lengths), rows)]
+        fed += rows * (limits.prompt + sum(half_steps(each, FEW_FED) for each in longest if each))
+        return [[ChoiceScore(np.zeros(len(each)), False) for each in own] for own in asked]
 
     monkeypatch.setattr("kvjax.lm_eval.runner.score_choices", counted)
     runner(rows=8, max_length=256).scores(pairs)

@@ -19,7 +19,7 @@ from kvjax.cache.context_parallel import refusals
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.errors import PolicyError, StorageError
-from kvjax.generation.multiple_choice import takes_blocks
+from kvjax.generation.continuations import takes_blocks
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
 from kvjax.policies import MERGES, POLICIES

@@ -10,8 +10,10 @@ import pytest
 import kvjax
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
+from kvjax.contexts import choices
+from kvjax.contexts.feed import score_copies, score_logits
 from kvjax.errors import InputError
-from kvjax.generation import multiple_choice
+from kvjax.generation.continuations import takes_blocks
 from kvjax.generation.prefill import prefill, prefill_steps
 from tests.tiny import VOCAB, assert_same_state, kept, random_tokens, tiny
 
@@ -69,17 +71,19 @@ def test_each_copy_keeps_what_the_choice_alone_keeps(name):
     """The slots, and in them the keys, values and statistics, after all tokens of a choice but its last."""
     model, spec = tiny(layers=1).model, SPECS[name]
     begun = prefill(model, CONTEXTS, spec, max_new_tokens=12, lengths=LENGTHS)
-    assert multiple_choice.takes_blocks(begun.layout.decode) == (name in AT_ONCE)
+    assert takes_blocks(begun.layout.decode) == (name in AT_ONCE)
     copies = (2, 4, 0)  # of `TEXTS`
     rows, own = zip(*(TEXTS[place] for place in copies), strict=True)
     ends = np.array([len(each) for each in own], np.int32)
     ids = np.zeros((3, 17), np.int32)
     for place, each in enumerate(own):
         ids[place, : len(each)] = each
-    state = multiple_choice.score_copies(
-        model.params, begun.state, begun.logits, jnp.array(rows), ids, ends, config=model.config,
-        phase=begun.layout.decode, at_once=name in AT_ONCE,
-    )[2]  # fmt: skip
+    plan, width = choices.planned(begun, 17)
+    assert width == 17 if name in AT_ONCE else width >= 17
+    ids = np.pad(ids, ((0, 0), (0, width - 17)))
+    state = score_copies(
+        model.params, begun.state, begun.logits, jnp.array(rows), ids, ends, config=model.config, plan=plan
+    )[2]
     expected = alone(name, 0).state
     for place, text in enumerate(copies):
         assert kept(state, place) == kept(expected, text)
@@ -100,7 +104,7 @@ def test_a_greedy_choice_is_recognised():
 
 def test_of_equal_logits_the_lowest_id_is_greedy():
     logits = jnp.array([[0.0, 2.0, 2.0, 1.0]])
-    assert [bool(multiple_choice._score(logits, jnp.array([t]))[1][0]) for t in range(4)] == [False, True, False, False]
+    assert [bool(score_logits(logits, jnp.array([t]))[1][0]) for t in range(4)] == [False, True, False, False]
 
 
 def test_many_lengths_compile_few_programs():
@@ -114,7 +118,7 @@ def test_many_lengths_compile_few_programs():
         kvjax.score_choices(model, random_tokens(8, 32), asked, spec, lengths=lengths, limits=limits)
     assert prefill_steps._cache_size() == 1
     # Of 1, 9, 13, 17, 25 and 33 tokens.
-    assert multiple_choice.score_copies._cache_size() <= 6
+    assert score_copies._cache_size() <= 6
 
 
 def test_choices_that_cannot_be_scored():
