@@ -84,14 +84,24 @@ def _modes(tasks: Mapping[str, Mapping[str, JsonObject]]) -> list[str]:
             continue
         shown = []
         for cache in own[SINGLE]:
-            later = {mode: np.array([np.mean(row[1:]) for row in own[mode][cache]["by_turn"]]) for mode in modes}
+            # A context with one question has no later ones.
+            later = {mode: np.array(_later(own[mode][cache]["by_turn"])) for mode in modes}
+            if not len(later[SINGLE]):
+                continue
             line = {"cache": cache} | {mode: _shown(later[mode], f"{cache} {task} {mode}") for mode in modes}
             for mode in modes[1:]:
                 less = _shown(later[mode] - later[SINGLE], f"{cache} {task} {mode} {SINGLE}", sign="+")
                 line[f"{mode} less {SINGLE}"] = less
             shown.append(line)
+        if not shown:
+            continue
         lines += [f"## Modes of {task}", "", ABOUT_MODES, "", tables.table(shown, "github"), ""]
     return lines
+
+
+def _later(by_turn: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the mean of the turns after the first, of each context that has some."""
+    return [float(np.mean(row[1:])) for row in by_turn if len(row) > 1]
 
 
 def _shown(values: ArrayLike, seed: str, sign: str = "") -> str:

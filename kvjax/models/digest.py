@@ -32,7 +32,8 @@ def _array_digest(leaf: jax.Array | np.ndarray) -> bytes:
     found = _known.get(id(leaf))
     if found is None:
         found = _known[id(leaf)] = _hashed(leaf)
-        weakref.finalize(leaf, _known.pop, id(leaf)).atexit = False
+        # None, since two threads may have made a digest of the same array.
+        weakref.finalize(leaf, _known.pop, id(leaf), None).atexit = False
     return found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax import contexts
-from kvjax.contexts.turns import same_weights
+from kvjax.contexts.turns import same_calibration, same_weights
 from kvjax.errors import CheckpointError, InputError
 from kvjax.generation.context import Context, Span
 from kvjax.generation.continuations import takes_blocks
@@ -111,6 +111,11 @@ def check(context: Context, prompts: Prompts, following: int) -> None:
         raise InputError("a prefix must be a context of one row whose tokens and cache are known, as Runner.prefix's.")
     if not same_weights(context.made.model, prompts.model):
         raise InputError("the prefix belongs to another model; make or load it with this runner.")
+    if not same_calibration(context.made.model, prompts.model):
+        raise InputError(
+            "the prefix was made with another calibration (parameters of the policy, codes of the storage, directions "
+            "of the selection); make or load it with this runner."
+        )
     if reason := _other_rows(context, prompts):
         raise InputError(f"the prefix cannot be continued: {reason}.")
     limits = prompts.limits

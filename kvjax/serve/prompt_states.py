@@ -109,8 +109,12 @@ class PromptStates:
         self._tail = max((each.tail or 0 for group in groups for each in group.needs), default=0)
         self._parts = not self._rewinds and layout is not None and all(map(self._same_whatever_follows, groups))
         self._evicts = any(group.evicts and not compresses_prompts(group.policy) for group in groups)
-        # Programs, and so the last bits of a state, differ by implementation and sizes, which the layout has.
-        self._kind = (model_digest(model.params), model.config, prompts.spec, layout or prompts.layout)
+        # Programs, and so the last bits of a state, differ by implementation and sizes, which the layout has, by the
+        # number of prompts that run at once, and by the devices that they run on.
+        at_once = None if layout is not None else prompts.at_once(1)
+        self._kind = (
+            model_digest(model.params), model.config, prompts.spec, layout or prompts.layout, at_once, model.mesh,
+        )  # fmt: skip
 
     def _same_whatever_follows(self, group: Group) -> bool:
         """Whether what a group holds of a prompt's first blocks does not depend on the rest, its last tokens aside."""

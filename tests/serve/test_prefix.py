@@ -1,5 +1,7 @@
 """Prefixes: loaded, forked, extended and recomputed ones are equal bit for bit, and requests continue them."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -11,9 +13,12 @@ from kvjax.errors import CheckpointError, InputError
 from kvjax.generation.generate import decode
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.sampling import Greedy, Sample
+from kvjax.models.decoder import POLICY
+from kvjax.policies import LinearGate
 from kvjax.serve import Request, Runner
 from kvjax.serve.prefix import length_of, room_of
 from kvjax.specs import user_files
+from tests.parameters import with_parameters
 from tests.tiny import kept, random_tokens, tiny
 
 LIMITS = Limits(prompt=40, new_tokens=30)
@@ -158,6 +163,16 @@ def test_prefixes_that_cannot_be_used(tmp_path):
         another.submit(Request(tokens=[1], max_new_tokens=1, prefix=prefix))
     with pytest.raises(InputError, match="must be one row of tokens"):
         runner.prefix([[1, 2], [3, 4]])
+    # The weights are the same arrays, but a gate has other ones.
+    gate = LinearGate()
+    gated = policies.learned(8, gate=gate)
+    models = [with_parameters(tiny(layers=1).model, [gate])]
+    models.append(dataclasses.replace(models[0], params=jax.tree.map(lambda leaf: leaf, models[0].params)))
+    for each in models[1].params["layer_0"]["attention"][POLICY].values():
+        each.update({part: -leaf for part, leaf in each.items()})
+    one, two = (Runner(each, gated, rows=2, limits=LIMITS) for each in models)
+    with pytest.raises(InputError, match="another calibration"):
+        two.submit(Request(tokens=[1], max_new_tokens=1, prefix=one.prefix(CONTEXT[:20])))
     for wrong in (contexts.rows(prefix, [0, 0]), prefix._replace(made=None)):
         with pytest.raises(InputError, match="must be a context of one row"):
             runner.submit(Request(tokens=[1], max_new_tokens=1, prefix=wrong))
