@@ -8,7 +8,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax.errors import InputError, shown
+
 Namespace = Hashable
+
+
+def check_namespace(namespace: object) -> None:
+    """Checks that states can be found by a namespace.
+
+    Raises:
+      InputError: it has no hash.
+    """
+    try:
+        hash(namespace)
+    except TypeError:
+        raise InputError(f"namespace must be a value with a hash, such as a string; got {shown(namespace)}.") from None
 
 
 class Key(NamedTuple):
@@ -16,7 +30,7 @@ class Key(NamedTuple):
 
     Attributes:
       namespace: whose states they are, such as an API key; None = everybody's.
-      kind: what made them: the model, the cache, and all else that a state depends on besides its tokens.
+      kind: the model, the cache, and all else that a state depends on besides its tokens.
     """
 
     namespace: Namespace
@@ -64,7 +78,7 @@ class State:
     Attributes:
       key: see `Key`.
       tokens: [n] int32, the tokens that it is of.
-      label: what tells it from other states of the same tokens.
+      label: distinguishes it from other states of the same tokens.
       value: the state.
       nbytes: its bytes.
     """

@@ -117,7 +117,7 @@ class Intake:
         self._spent = 0
 
     def run(self, wanted: int, *, limited: bool) -> None:
-        """Dispatches prompts until some are ready.
+        """Dispatches prompts until some are ready; they may be one more, and the others that one program runs.
 
         Args:
           wanted: how many.
@@ -151,8 +151,11 @@ class Intake:
         return max(self._ready, key=lambda each: each.job.request.priority, default=None)
 
     def _are_ready(self, wanted: int) -> bool:
-        """Whether so many prompts are ready that go before the next one that waits."""
-        if self.waiting is None:
+        """Whether so many prompts are ready that go before the next one that waits, or one more in all.
+
+        Without the second limit, requests of ever higher priorities would each add a state.
+        """
+        if self.waiting is None or len(self._ready) > wanted:
             return len(self._ready) >= wanted
         least = self.waiting.request.priority
         return sum(each.job.request.priority >= least for each in self._ready) >= wanted

@@ -60,9 +60,9 @@ class SwapSpace:
         """The number of requests."""
         return len(self._swapped)
 
-    def fits(self, rows: Rows | None) -> bool:
-        """Whether there is room for another row of a batch, which None = not yet allocated has not."""
-        return rows is not None and self.nbytes + row_bytes(rows) <= self._max_bytes
+    def room(self, rows: Rows | None) -> int:
+        """The number of rows of a batch that there is room for; of None, which is not yet allocated, there are none."""
+        return 0 if rows is None else (self._max_bytes - self.nbytes) // row_bytes(rows)
 
     def put(self, job: Job, rows: Rows, row: int) -> None:
         """Copies a request's row to host memory; the row is then free."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from kvjax.contexts.state_trie import check_namespace
 from kvjax.errors import InputError, NonFiniteError, shown
 from kvjax.generation.context import Context
 from kvjax.generation.sampling import Greedy, Sample, Sampler, check_sampling
@@ -149,6 +150,9 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
     check_sampler(own)
     check_one_row("a request", request.tokens)
     tokens = np.asarray(request.tokens)
+    check_namespace(request.namespace)
+    if request.prefix is not None and not isinstance(request.prefix, Context):
+        raise InputError(f"prefix must be a context, from Runner.prefix; got {shown(request.prefix)}.")
     if request.prefix is None or tokens.size:
         before = 0 if request.prefix is None else length_of(request.prefix)
         batch = check_batch(config, tokens, None, new_tokens=request.max_new_tokens + before)

@@ -19,7 +19,7 @@ from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.contexts.prefix_store import PrefixStore
-from kvjax.errors import InputError, NonFiniteError
+from kvjax.errors import InputError, NonFiniteError, shown
 from kvjax.generation import compiling
 from kvjax.generation.context import Context
 from kvjax.generation.decoding import CHUNK
@@ -185,6 +185,8 @@ class Runner:
         if chunk > CHUNK:
             raise InputError(f"chunk must be at most {CHUNK} steps; got {chunk}.")
         check_sampler(sampler)
+        if prefix_store is not None and not isinstance(prefix_store, PrefixStore):
+            raise InputError(f"prefix_store must be kvjax.PrefixStore(max_bytes) or None; got {shown(prefix_store)}.")
         # Each device has as many rows.
         rows = model.rows_on_mesh(rows)
         self.prompts = Prompts(
@@ -326,7 +328,7 @@ class Runner:
         """Dispatches prompts for the rows that are free, and for those that will be free next."""
         running = [job for job in self._jobs if job is not None and not job.ended]
         free, next_one = self._rows_count - len(running), self._intake.waiting
-        taken = sum(yields_to(job, next_one) for job in running) if self._swapped.fits(self._rows) else 0
+        taken = min(sum(yields_to(job, next_one) for job in running), self._swapped.room(self._rows))
         self._intake.run(free + taken + self._refill, limited=bool(running))
 
     def _admit(self) -> None:
@@ -335,7 +337,7 @@ class Runner:
         for row, job in enumerate(self._jobs):
             if job is None or job.ended:
                 self._fill(row)
-        while self._swapped.fits(self._rows) and (urgent := self._intake.ready) is not None:
+        while self._swapped.room(self._rows) and (urgent := self._intake.ready) is not None:
             taken = preempted_row(self._jobs, urgent)
             if taken is None or (job := self._jobs[taken]) is None or self._rows is None:
                 return

@@ -15,6 +15,7 @@ from kvjax.errors import InputError
 from kvjax.generation.sampling import Sample
 from kvjax.models import layer_loop
 from kvjax.serve import Request, Runner
+from kvjax.serve.preemption import SwapSpace
 from kvjax.serve.swap import row_bytes, swap_in, swap_out
 from tests.tiny import VOCAB, tiny
 
@@ -137,6 +138,25 @@ def test_no_row_is_taken_without_room_or_by_an_equal():
         assert [result.id for result in runner] == [0, 1, 2] and not runner.counts.preemptions
 
 
+@pytest.mark.parametrize("fitting", [0, 1])
+def test_states_that_are_ready_are_bounded(fitting):
+    """However urgent those are that still wait, and however many rows they could take if there were room."""
+    runner = runner_for(refill=1)
+    for request in requests([0, 0]):
+        runner.submit(request)
+    runner.step()
+    runner._swapped = SwapSpace(fitting * row_bytes(runner._rows))
+    most = 0
+    for priority in range(1, 7):
+        runner.submit(requests([1 if fitting else priority])[0])
+        runner._intake.begin_turn()
+        runner._run_prompts()
+        most = max(most, len(runner._intake._ready))
+    # One to refill a row; and one for the row that is taken, or one that is more urgent than the first.
+    assert most == 2
+    assert len([*runner]) == 8 and runner.counts.preemptions == fitting
+
+
 def test_a_request_without_its_row_can_be_cancelled():
     runner = runner_for()
     *lower, high = requests([0, 1, 2])
@@ -159,4 +179,11 @@ def test_what_is_refused():
         runner_for(swap_bytes=-1)
     with pytest.raises(InputError, match="priority must be a whole number"):
         runner_for().submit(Request(tokens=[4], max_new_tokens=1, priority=0.5))
+    runner = runner_for()
+    for wrong, message in ({"namespace": ["a"]}, "namespace must be a value with"), ({"prefix": "a"}, "prefix must be"):
+        with pytest.raises(InputError, match=message):
+            runner.submit(Request(tokens=[4], max_new_tokens=1, **wrong))
+    assert runner.idle
+    with pytest.raises(InputError, match=r"prefix_store must be kvjax\.PrefixStore"):
+        runner_for(prefix_store=1 << 30)
     assert kvjax.serve.Request(tokens=[4], max_new_tokens=1).priority == 0
