@@ -14,7 +14,7 @@ Text and tokens
 Contexts
   A `Context` is the cache after some tokens, as a value. `contexts` has the functions that begin one, continue it turn
   by turn, generate from it, copy or join its rows, and keep it in a folder. `chat` answers a message (`Reply`) in a
-  conversation that is one context. A `PrefixStore` has contexts by their tokens, for texts that begin alike.
+  conversation that is one context. A `PrefixStore` stores contexts keyed by their tokens, for texts that begin alike.
 
 Caches
   `CacheSpec` is a policy, a storage and a selection. `policies`: which slots stay, such as ``policies.h2o(0.2)``.

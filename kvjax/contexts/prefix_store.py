@@ -1,4 +1,4 @@
-"""`PrefixStore`: contexts by their tokens, so that a text that begins like an earlier one is not computed again."""
+"""`PrefixStore`: contexts keyed by their tokens, so that what texts have in common is computed once."""
 
 import weakref
 from collections.abc import Hashable
@@ -13,8 +13,8 @@ from kvjax.cache.planning.lowering import budgets_of
 from kvjax.cache.spec import CacheSpec
 from kvjax.contexts.rewinding import reason_against, rewind
 from kvjax.contexts.room import BY_LENGTH
-from kvjax.contexts.state_trie import Key, State, StateTrie, StoreCounts
-from kvjax.errors import InputError, PolicyError
+from kvjax.contexts.state_trie import Key, State, StateTrie, StoreCounts, check_namespace
+from kvjax.errors import InputError, PolicyError, shown
 from kvjax.generation.context import Context, Made, Span, turn_of
 from kvjax.inputs import check_batch, check_one_row
 from kvjax.models.config import DecoderConfig
@@ -67,9 +67,13 @@ class PrefixStore:
           max_bytes: the most bytes of all arrays of its contexts: keys, values, statistics, logits and tokens.
 
         Raises:
-          InputError: `max_bytes` is not a positive number.
+          InputError: `max_bytes` is not a whole number of at least 1.
         """
-        self.max_bytes = int(number_argument("max_bytes", max_bytes, minimum=1, maximum=LARGEST, error=InputError))
+        # A float, such as 1e9, may be whole.
+        number = number_argument("max_bytes", max_bytes, minimum=1, maximum=LARGEST, error=InputError)
+        if not number.is_integer():
+            raise InputError(f"max_bytes must be a whole number of bytes; got {shown(max_bytes)}.")
+        self.max_bytes = int(max_bytes)
         self.trie = StateTrie(self.max_bytes)
 
     def __repr__(self) -> str:
@@ -107,7 +111,14 @@ class PrefixStore:
 
         Args:
           *namespaces: at most one namespace.
+
+        Raises:
+          InputError: several namespaces, or one without a hash.
         """
+        if len(namespaces) > 1:
+            raise InputError(f"counts has those of one namespace, or of all; got {len(namespaces)} namespaces.")
+        for namespace in namespaces:
+            check_namespace(namespace)
         return self.trie.counts(*namespaces) if namespaces else self.trie.total()
 
     def add(self, context: Context, *, namespace: Hashable = None) -> bool:
@@ -121,9 +132,12 @@ class PrefixStore:
           Whether the store has it. It has none that is larger than the store.
 
         Raises:
-          InputError: the context has several rows; its tokens or its cache are not known; or its keys depend on the
-            length of the whole text (``dynamic`` and ``longrope`` RoPE).
+          InputError: it is no context, or has several rows; its tokens or its cache are not known; its keys depend on
+            the length of the whole text (``dynamic`` and ``longrope`` RoPE); or the namespace has no hash.
         """
+        check_namespace(namespace)
+        if not isinstance(context, Context):
+            raise InputError(f"the store has contexts, from kvjax.contexts.prefill and the like; got {shown(context)}.")
         text, boundaries, made = context.text, context.boundaries, context.made
         if text is None or boundaries is None or made is None or context.resolved is None:
             raise InputError("this context cannot be stored, since its tokens or its cache are not known.")
@@ -151,7 +165,7 @@ class PrefixStore:
         made: Made | None = None,
         namespace: Hashable = None,
     ) -> Context | None:
-        """Returns the context of the longest beginning of a text that there is, or None.
+        """Returns the stored context of the longest prefix of a text, or None.
 
         Under a cache that evicts, a context is found if it is what `kvjax.contexts` would make of the same tokens: its
         blocks and turns have ended where those of the text end, and its budgets are those of the text. What a lookup
@@ -160,17 +174,21 @@ class PrefixStore:
 
         Args:
           tokens: [n] int, the text.
-          boundaries: how the text would be fed, as in ``context.boundaries[0]``; None = as one prompt, in the blocks
-            that the contexts were made with.
+          boundaries: how the whole text would be fed, as in ``context.boundaries[0]``; None = as one prompt, in the
+            blocks that the contexts were made with.
           made: the model and the cache, as in ``context.made``; None = those of the contexts in the store, if they
             are all alike.
           namespace: see `add`.
 
         Raises:
-          InputError: tokens that are not valid; or the store has contexts of several caches, and `made` is None.
+          InputError: tokens that are not valid; boundaries that are no spans, or not those of `tokens`; a namespace
+            without a hash; or the store has contexts of several caches, and `made` is None.
         """
+        check_namespace(namespace)
         kind = self._kind(made, namespace)
         check_one_row("tokens", tokens)
+        if boundaries is not None:
+            _check_boundaries(boundaries, np.asarray(tokens).size)
         if kind is None:
             self.trie.miss(namespace)
             return None
@@ -219,6 +237,28 @@ def _kind(made: Made) -> _Kind:
             model_digest(model.params), model.config, made.spec, str(model.dtype), mesh
         )  # fmt: skip
     return found
+
+
+def _check_boundaries(boundaries: object, length: int) -> None:
+    """Checks that spans divide a text of `length` tokens.
+
+    Raises:
+      InputError: they do not.
+    """
+    spans = boundaries if isinstance(boundaries, tuple | list) else ()
+    if not spans or not all(isinstance(span, Span) for span in spans):
+        raise InputError(
+            "boundaries must be the spans of one row, as in context.boundaries[0] or (Span(16, 16), Span(20, 4)); got "
+            f"{shown(boundaries)}."
+        )
+    stops = [span.stop for span in spans]
+    if any(stop <= start for start, stop in zip([0, *stops], stops, strict=False)) or stops[-1] != length:
+        raise InputError(
+            f"boundaries must stop one after the other, the last one at {length}, where the text ends; got stops at "
+            f"{shown(stops)}."
+        )
+    if any(span.block < 1 for span in spans):
+        raise InputError(f"blocks must have at least 1 token; got boundaries={shown(boundaries)}.")
 
 
 def nbytes_of(context: Context) -> int:

@@ -184,7 +184,7 @@ class _Pages:
     def _prefix_cache(self, request: Request) -> JsonObject | None:
         """The counts of the states of prompts: those of the caller's key, where the server has keys, and otherwise all.
 
-        Who has no key is not told what others' prompts find.
+        Without a valid key, a client does not learn how much others' prompts find.
         """
         store = self._engine.prefix_store
         if store is None:

@@ -82,14 +82,15 @@ def test_under_eviction_boundaries_and_budgets_are_equal(name):
 
 def test_turns_and_generated_tokens_are_found_by_their_boundaries():
     """Turns that are appended to a compressed prompt evict nothing, so that their cuts make no difference."""
-    for spec, cut in ((policies.h2o(8), None), (policies.snapkv(8, window=4), (Span(16, 16), Span(32, 16, "append")))):
+    for spec, cut in ((policies.h2o(8), None), (policies.snapkv(8, window=4), "append")):
         made = contexts.decode(model(), prefill(spec, 16), max_new_tokens=4).context
         text = np.concatenate([made.text[0], TOKENS[:4]])
         store = store_of(made)
         assert store.longest(text) is None
-        own = (*made.boundaries[0], Span(len(text), 4, "prompt" if cut is None else "append"))
+        own = (*made.boundaries[0], Span(len(text), 4, cut or "prompt"))
         assert store.longest(text, boundaries=own) is made
-        assert store.longest(text, boundaries=cut or (Span(16, 16), Span(len(text), 8))) is (made if cut else None)
+        other = (Span(16, 16), Span(len(text), 8, cut or "prompt"))
+        assert store.longest(text, boundaries=other) is (made if cut else None)
 
 
 def test_the_least_recently_used_is_dropped():
@@ -134,9 +135,38 @@ def test_contexts_that_cannot_be_stored():
         store.add(contexts.rows(prefill(policies.full(), 8), [0, 0]))
     with pytest.raises(InputError, match="its tokens or its cache are not known"):
         store.add(prefill(policies.full(), 8)._replace(tokens=None))
+    with pytest.raises(InputError, match="the store has contexts"):
+        store.add(None)
     for wrong in (0, "1GB", True):
         with pytest.raises(InputError, match="max_bytes must be a number"):
             kvjax.PrefixStore(wrong)
+    with pytest.raises(InputError, match=r"max_bytes must be a whole number of bytes; got 1\.5"):
+        kvjax.PrefixStore(1.5)
+
+
+def test_lookups_that_cannot_work():
+    context = prefill(policies.h2o(8), 16)
+    store = store_of(context)
+    for wrong, message in (
+        (context.boundaries, "boundaries must be the spans of one row"),
+        ((), "boundaries must be the spans of one row"),
+        ((Span(16, 16), Span(24, 8)), "the last one at 32, where the text ends"),
+        ((Span(16, 16), Span(40, 8)), "the last one at 32, where the text ends"),
+        ((Span(20, 8), Span(16, 8), Span(32, 8)), "boundaries must stop one after the other"),
+        ((Span(32, 0),), "blocks must have at least 1 token"),
+    ):
+        with pytest.raises(InputError, match=message):
+            store.longest(TOKENS, boundaries=wrong)
+    assert store.hits == store.misses == 0
+    for call in (
+        store.counts,
+        lambda it: store.add(context, namespace=it),
+        lambda it: store.longest([1], namespace=it),
+    ):
+        with pytest.raises(InputError, match="namespace must be a value with a hash"):
+            call([])
+    with pytest.raises(InputError, match="got 2 namespaces"):
+        store.counts("a", "b")
 
 
 def test_the_trie_against_a_list():
