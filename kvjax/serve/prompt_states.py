@@ -195,18 +195,14 @@ class PromptStates:
           started: the states of some prompts.
           source: the row of the prompt.
         """
-        phase = after = self._prompts.layout.decode
-        replaced = None
+        phase, replaced = self._prompts.layout.decode, None
         if self._rewinds:
             nearest, common = self._trie.nearest(key, prompt.tokens)
             if nearest is not None and len(nearest.tokens) == common < len(prompt.tokens):
                 replaced = nearest
             elif NEW_SHARE * (len(prompt.tokens) - common) < len(prompt.tokens):
                 return
-            after = self._smaller(phase, len(prompt.tokens))
-        state, logits = _copied(started.state, started.logits, np.int32(source), before=phase, after=after)
-        stored, label = Stored(state, logits, after), self._label(prompt, WHOLE)
-        added = self._trie.add(key, prompt.tokens, stored, _nbytes(state, logits), label=label)
+        added = self._put(key, prompt, len(prompt.tokens), started.state, started.logits, source, phase)
         if added and replaced is not None:
             self._trie.remove(replaced)
 
@@ -214,11 +210,26 @@ class PromptStates:
         """Stores the cache after the blocks of a prompt that were run."""
         layout = self._prompts.lowered_blocks
         assert layout is not None
-        length = blocks.done * blocks.step
-        phase = self._smaller(layout.prompt, length)
-        state, _ = _copied(blocks.state, None, np.int32(0), before=layout.prompt, after=phase)
-        self._trie.add(key, prompt.tokens[:length], Stored(state, None, phase), _nbytes(state),
-                       label=self._label(prompt, PART))  # fmt: skip
+        self._put(key, prompt, blocks.done * blocks.step, blocks.state, None, 0, layout.prompt)
+
+    def _put(
+        self, key: Key, prompt: Prompt, length: int, state: KVState, logits: Array | None, source: int, phase: Phase
+    ) -> bool:
+        """Copies a row of caches after the first `length` tokens of a prompt into the store, if it has that much room.
+
+        Returns:
+          Whether the store has the state.
+        """
+        after = self._smaller(phase, length)
+        # A copy, since a part of the array would keep the rest.
+        tokens, row = prompt.tokens[:length].copy(), np.int32(source)
+        made = jax.tree.leaves(_copied.eval_shape(state, logits, row, before=phase, after=after))
+        nbytes = tokens.nbytes + sum(leaf.size * leaf.dtype.itemsize for leaf in made)
+        if nbytes > self._trie.max_bytes:
+            return False
+        state, logits = _copied(state, logits, row, before=phase, after=after)
+        label = self._label(prompt, PART if logits is None else WHOLE)
+        return self._trie.add(key, tokens, Stored(state, logits, after), nbytes, label=label)
 
     def _equal(self, key: Key, prompt: Prompt) -> State | None:
         found = self._trie.along(key, prompt.tokens)
@@ -233,13 +244,17 @@ class PromptStates:
         return of, *(int(each[0]) for each in jax.tree.leaves(budgets))
 
     def _smaller(self, phase: Phase, length: int) -> Phase:
-        """Returns groups with slots for `length` tokens, where they hold all of them."""
-        slots = half_steps(length, self._prompts.block or length)
+        """Returns groups with slots for `length` tokens, where they hold all that a prompt leaves and what follows."""
+        slots, following = half_steps(length, self._prompts.block or length), self._prompts.limits.new_tokens - 1
 
         def of_group(group: Group) -> Group:
             before, *others = group.slots
             fixed = others or (group.evicts and not compresses_prompts(group.policy))
-            return group if fixed or before <= slots else dataclasses.replace(group, slots=(slots,))
+            if fixed or not (self._rewinds or (holds_single_slots(group) and not group.slot_axes)):
+                return group
+            # Nothing follows yet; after a compressor, there are few slots without that.
+            fewer = min(slots, before - following if group.decoding else before)
+            return group if before <= fewer else dataclasses.replace(group, slots=(fewer,))
 
         return tuple(tuple(map(of_group, groups)) for groups in phase)
 
@@ -250,10 +265,6 @@ class PromptStates:
         budgets = prompt.budgets.prompt if in_prompt else prompt.budgets.decode
         numbers = [np.array([each], np.int32) for each in (length, len(prompt.tokens), prompt.total)]
         return _resumed(stored.state, *model.place((*numbers, budgets)), before=stored.phase, after=phase)
-
-
-def _nbytes(*trees: object) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
 
 
 @program(static_argnames=("before", "after"))

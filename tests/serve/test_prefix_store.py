@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from kvjax.policies import Fraction
 from kvjax.serve import Request, Runner
 from tests.tiny import random_tokens, tiny
 
-LIMITS, BLOCK = Limits(prompt=48, new_tokens=4), 16
+LIMITS, BLOCK = Limits(prompt=48, new_tokens=40), 16
 TEXT = random_tokens(1, 48, seed=21)[0]
 
 
@@ -74,6 +75,13 @@ def test_answers_do_not_depend_on_the_store(name):
             assert result.prompt == len(PROMPTS[number])
         if which == "empty":
             assert [each.found for each in given.values()] == found
+            held = [each for each in store.trie._used.values() if each.label[0] == "whole"]
+            if name == "snapkv":
+                # A compressor's slots, without those for new tokens; and the tokens count.
+                assert {each.value.state.layers[0][0].position.shape[2] for each in held} == {12}
+            for each in held:
+                arrays = jax.tree.leaves((each.value.state, each.value.logits))
+                assert each.nbytes == sum(leaf.nbytes for leaf in arrays) + each.tokens.nbytes
         total = sum(result.found for result in given.values())
         assert runner.counts.found_tokens == total <= runner.counts.prompt_tokens == sum(map(len, PROMPTS))
         assert total > 0 and store.nbytes <= store.max_bytes
