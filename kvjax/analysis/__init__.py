@@ -6,7 +6,7 @@ policy, storage and selection; `retrieval_scores` and `retrieval_heads` measure 
 heads on `passkeys`, and `budgets` divides slots among the layers. `selected` compares what a selection reads with the
 best choice of the same size, `skew_effect` does so with and without a skew, and `input_cosine` compares the inputs of
 consecutive layers. `plots` draws each of them, and `submodular` compares greedy selection with the optimum.
-`acceptance` compares laws of the next token, and predicts the drafts of `kvjax.speculation` that are accepted.
+`acceptance` compares probabilities of the next token, and predicts the drafts of `kvjax.speculation` that are accepted.
 `train_directions` and `search_ranks` fit a storage of low rank. `show` makes a page of a text that marks the tokens
 that each cache holds.
 

@@ -1,4 +1,4 @@
-"""How well a cache, or another model, would draft: its law of each token beside that of the full cache."""
+"""How well a cache, or another model, would draft: its probabilities of each token beside those of the full cache."""
 
 from typing import Any, NamedTuple, Unpack
 
@@ -26,7 +26,7 @@ from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.policies import full
 from kvjax.selection.base import Selection
-from kvjax.speculation.drafts import Draft, Level, Own, resolved
+from kvjax.speculation.drafts import Draft, Level, Own, resolve_levels
 from kvjax.summary import one_line
 
 Array = jax.Array
@@ -37,9 +37,9 @@ class Acceptance(NamedTuple):
     """The result of `acceptance`, where N is the largest number of tokens of a row from its prompt length on.
 
     Attributes:
-      agree: [B, N] bool, whether both laws have the same most probable token; False from the end of a row on.
-      overlap: [B, N] float32, Σ min(p, q), the chance that a draft is accepted by the ratio of both laws; 0 from the
-        end of a row on.
+      agree: [B, N] bool, whether both distributions have the same most probable token; False from the end of a row on.
+      overlap: [B, N] float32, Σ min(p, q), the chance that a draft is accepted by the ``ratio`` rule; 0 from the end of
+        a row on.
       kl: [B, N] float32, KL(p ‖ q) in nats, p the full cache's; 0 from the end of a row on.
       counts: [B] int32, the number of entries of each row.
     """
@@ -54,12 +54,12 @@ class Acceptance(NamedTuple):
 
     @property
     def agreement(self) -> float:
-        """The share of tokens where both laws have the same most probable token."""
+        """The share of tokens where both distributions have the same most probable token."""
         return float(self.agree.sum() / self.counts.sum())
 
     @property
     def chance(self) -> float:
-        """The mean chance that a draft is accepted by the ratio of both laws."""
+        """The mean chance that a draft is accepted by the ``ratio`` rule."""
         return float(self.overlap.sum() / self.counts.sum())
 
 
@@ -76,7 +76,7 @@ def acceptance(
     options: CacheOptions | None = None,
     **cache: Unpack[CacheKeywords],
 ) -> Acceptance:
-    """Compares a draft's law of each token with that of the full cache, by teacher forcing.
+    """Compares a draft's probabilities of each token with those of the full cache, by teacher forcing.
 
     It measures the quality of any policy. Of a draft with a cache of its own, greedy, it predicts which tokens each
     round of `kvjax.speculation.speculate` accepts.
@@ -93,7 +93,7 @@ def acceptance(
       cache: fields of the options.
 
     Returns:
-      An entry for each token from `prompt_length` on; the first one is of the law after the prompt.
+      An entry for each token from `prompt_length` on; the first one is of the logits after the prompt.
 
     Raises:
       InputError: tokens or lengths that are not valid, or no token after a prompt.
@@ -119,18 +119,19 @@ def acceptance(
         raise InputError(f"no row has a token after its prompt of {int(prompt.max())} tokens; lower prompt_length.")
     plain = CacheOptions(prefill_block=options.prefill_block, implementation=options.implementation)
     states, logits, phases = [], [], []
-    for each, spec, own_options in ((model, CacheSpec(full()), plain), (other, given, options)):
-        own, resolved_spec = own_options.resolve(each, spec)
-        with own.on_mesh():
+    for each, spec, cache_options in ((model, CacheSpec(full()), plain), (other, given, options)):
+        resolved_model, resolved_spec = cache_options.resolve(each, spec)
+        with resolved_model.on_mesh():
             prepared = prepare(
-                own, resolved_spec, prompt, batch.lengths, width=int(prompt.max()), options=own_options, pad_rows=True
-            )
-            first, _, state = run_prompts(own, batch.tokens, prompt, batch.lengths, prepared, score=False)
+                resolved_model, resolved_spec, prompt, batch.lengths, width=int(prompt.max()), options=cache_options,
+                pad_rows=True,
+            )  # fmt: skip
+            first, _, state = run_prompts(resolved_model, batch.tokens, prompt, batch.lengths, prepared, score=False)
         states.append(state)
         logits.append(first)
         phases.append(prepared.layout.decode)
         if each is other:
-            other = own
+            other = resolved_model
     width = power_of_two(most, LEAST)
     # [B, width]: the tokens after each prompt
     ids = np.zeros((prepared.rows, width), np.int32)
@@ -148,7 +149,7 @@ def acceptance(
 
 def _levels(model: Model, draft: Draft | None, draft_model: Model | None) -> tuple[Level, ...]:
     """Returns the one level that is asked for, checked."""
-    levels = resolved(model, draft, Level(gamma=1, accept="shared", model=draft_model), Greedy())
+    levels = resolve_levels(model, draft, Level(gamma=1, accept="shared", model=draft_model), Greedy())
     if len(levels) != 1:
         raise InputError(f"draft has {len(levels)} levels; give one of them.")
     return levels
@@ -166,7 +167,7 @@ def _compare(
     configs: tuple[DecoderConfig, DecoderConfig],
     phases: tuple[Phase, Phase],
 ) -> tuple[Array, Array, Array]:
-    """Feeds the same tokens to two caches, and compares their laws of each.
+    """Feeds the same tokens to two caches, and compares their probabilities of each.
 
     Args:
       params: of both decoders.
@@ -182,8 +183,8 @@ def _compare(
       See `Acceptance`; [B, N] each.
     """
     decoders = [bind(*each) for each in zip(configs, params, strict=True)]
-    runs = [own.runs_now(kv, phase) for own, kv, phase in zip(decoders, states, phases, strict=True)]
-    decoders = [own.looped(run) for own, run in zip(decoders, runs, strict=True)]
+    runs = [decoder.runs_now(kv, phase) for decoder, kv, phase in zip(decoders, states, phases, strict=True)]
+    decoders = [decoder.looped(run) for decoder, run in zip(decoders, runs, strict=True)]
     kept = tuple(arranged_state(*each) for each in zip(states, runs, strict=True))
 
     def body(number: Array, loop: tuple[tuple[KVState, ...], tuple[Array, ...], tuple[Array, ...]]) -> Any:
@@ -191,8 +192,8 @@ def _compare(
         # [B]
         active = number < counts
         made = tuple(
-            each.at[:, number].set(jnp.where(active, own, jnp.zeros((), own.dtype)))
-            for each, own in zip(made, _compared(*now), strict=True)
+            each.at[:, number].set(jnp.where(active, new, jnp.zeros((), new.dtype)))
+            for each, new in zip(made, _compared(*now), strict=True)
         )
         after = []
         for decoder, kv, phase in zip(decoders, caches, phases, strict=True):
@@ -210,7 +211,7 @@ def _compare(
 
 
 def _compared(target: Array, draft: Array) -> tuple[Array, Array, Array]:
-    """Returns whether the largest of logits [B, V] agree, the overlap of their laws, and their divergence, [B] each."""
+    """Returns whether the largest of logits [B, V] agree, their overlap Σ min(p, q), and KL(p ‖ q), [B] each."""
     p, q = (jax.nn.log_softmax(each, axis=-1) for each in (target, draft))
     overlap = jnp.sum(jnp.exp(jnp.minimum(p, q)), axis=-1)
     divergence = jnp.sum(jnp.where(p > -jnp.inf, jnp.exp(p) * (p - q), 0.0), axis=-1)

@@ -11,7 +11,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
 from kvjax.policies import full
 from kvjax.policies.base import Policy
-from kvjax.speculation.rules import tokens_a_round
+from kvjax.speculation.rules import mean_tokens_per_round
 
 LONGEST = 1 << 30  # tokens; a draft that does not pay then never does
 
@@ -74,7 +74,7 @@ class DraftCosts:
           alpha: the chance that a draft is accepted, independent of others.
         """
         plain, verify = self.step(length), self.step(length, self.gamma + 1)
-        return tokens_a_round(alpha, self.gamma) * plain / (self.gamma * self.draft_step(length) + verify)
+        return mean_tokens_per_round(alpha, self.gamma) * plain / (self.gamma * self.draft_step(length) + verify)
 
     def break_even(self, alpha: float) -> int | None:
         """Returns the least length from which rounds are faster than plain steps; None if there is none.
@@ -104,7 +104,7 @@ class SpeculationPlan:
       costs: of a round.
       alpha: the chance that a draft is accepted.
       length: the length of the text that `speed_up` is for.
-      tokens_a_round: mean.
+      tokens_per_round: mean.
       speed_up: at `length`; at most, since nothing but bytes and FLOPs is counted.
       break_even: the least length from which rounds are faster; None if there is none.
       device: that the speeds are of.
@@ -113,7 +113,7 @@ class SpeculationPlan:
     costs: DraftCosts
     alpha: float
     length: int
-    tokens_a_round: float
+    tokens_per_round: float
     speed_up: float
     break_even: int | None
     device: str
@@ -134,8 +134,8 @@ class SpeculationPlan:
             )
         return (
             f"Drafts of γ={costs.gamma} tokens from {costs.budget:,} slots, each accepted with a chance of "
-            f"{self.alpha:g}, make {self.tokens_a_round:.3g} tokens a round and pay {pays}{why}. After {self.length:,} "
-            f"tokens they are {self.speed_up:.3g} times as fast ({self.device}{where})."
+            f"{self.alpha:g}, make {self.tokens_per_round:.3g} tokens per round and pay {pays}{why}. After "
+            f"{self.length:,} tokens they are {self.speed_up:.3g} times as fast ({self.device}{where})."
         )
 
 
@@ -199,8 +199,8 @@ def plan_speculation(
         link=device.link or 1.0, compute=device.flops,
     )  # fmt: skip
     return SpeculationPlan(
-        costs, alpha, length, tokens_a_round(alpha, gamma), costs.speed_up(length, alpha), costs.break_even(alpha),
-        device.kind,
+        costs, alpha, length, mean_tokens_per_round(alpha, gamma), costs.speed_up(length, alpha),
+        costs.break_even(alpha), device.kind,
     )  # fmt: skip
 
 

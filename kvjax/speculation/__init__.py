@@ -1,7 +1,7 @@
 """Speculation: tokens that a short reading of the cache drafts, and that the full cache verifies.
 
 `speculate` generates in rounds of drafts. A selection drafts from the model's own cache, `seen` from the slots that a
-policy ranks highest, `own` with a small cache of a policy; a `level` says what one of several levels has of its own.
+policy ranks highest, `own` with a small cache of a policy; a `level` describes one of several.
 `rules` has the acceptance rules.
 """
 

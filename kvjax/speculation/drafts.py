@@ -105,7 +105,7 @@ def level(
     draft_model: Model | None = None,
     sampler: Sampler | None = None,
 ) -> Level:
-    """Says what one level of drafts has of its own, where there are several.
+    """Describes one level of drafts, where there are several.
 
     Args:
       draft: see `Level`.
@@ -117,7 +117,7 @@ def level(
     return Level(draft, gamma, accept, draft_model, sampler)
 
 
-def resolved(model: Model, draft: Draft | None, base: Level, sampler: Sampler) -> tuple[Level, ...]:
+def resolve_levels(model: Model, draft: Draft | None, base: Level, sampler: Sampler) -> tuple[Level, ...]:
     """Checks the levels of a call, and returns them with nothing left to default.
 
     Args:
@@ -134,48 +134,50 @@ def resolved(model: Model, draft: Draft | None, base: Level, sampler: Sampler) -
     given = list(draft) if isinstance(draft, list | tuple) else [draft]
     if not given:
         raise InputError("draft has no level; give one, such as kvjax.selection.retrieval(budget=512).")
-    levels = tuple(_level(model, each, base, sampler) for each in given)
+    levels = tuple(_check_level(model, each, base, sampler) for each in given)
     for kind, what in ((Seen, "by a policy (seen)"), (Selection, "by a selection")):
         if sum(isinstance(each.draft, kind) for each in levels) > 1:
             raise InputError(f"only one level can read the target's cache {what}; leave out the others.")
     return levels
 
 
-def _level(model: Model, given: Any, base: Level, sampler: Sampler) -> Level:
+def _check_level(model: Model, given: Any, base: Level, sampler: Sampler) -> Level:
     """Returns one checked level."""
     each = given if isinstance(given, Level) else Level(given)
     gamma = base.gamma if each.gamma is None else each.gamma
     check_count("gamma", gamma)
     accept = base.accept if each.accept is None else each.accept
     choice_argument("accept", accept, ACCEPT, error=InputError)
-    own_model = base.model if each.model is None else each.model
-    chooses = each.sampler or base.sampler or sampler
-    check_sampling(chooses, None)
-    if penalty_of(chooses) is not None or penalty_of(sampler) is not None:
+    draft_model = base.model if each.model is None else each.model
+    level_sampler = each.sampler or base.sampler or sampler
+    check_sampling(level_sampler, None)
+    if penalty_of(level_sampler) is not None or penalty_of(sampler) is not None:
         raise InputError(
             "a repetition penalty depends on the tokens that are accepted, and drafts are verified together; use a "
             "sampler without one."
         )
-    if isinstance(sampler, Greedy) and isinstance(chooses, Greedy):
+    if isinstance(sampler, Greedy) and isinstance(level_sampler, Greedy):
         accept = "shared"  # both rules are the same
-    for one in (sampler, chooses):
+    for one in (sampler, level_sampler):
         if accept == "ratio" and not (isinstance(one, Greedy) or hasattr(one, "filter")):
-            raise InputError(f"accept='ratio' needs the law of a sampler, from its `filter`; {one!r} has none.")
-    drafts = _drafter(each.draft, own_model)
-    if own_model is not None and not isinstance(drafts, Own):
+            raise InputError(
+                f"accept='ratio' needs the probabilities of a sampler, from its `filter`; {one!r} has none."
+            )
+    drafts = _check_draft(each.draft, draft_model)
+    if draft_model is not None and not isinstance(drafts, Own):
         raise InputError(
             f"draft={shown(drafts)} reads the target's cache, which another model cannot; leave out draft_model, or "
             "give the policy of its own cache."
         )
-    if own_model is not None and own_model.config.vocab_size != model.config.vocab_size:
+    if draft_model is not None and draft_model.config.vocab_size != model.config.vocab_size:
         raise InputError(
-            f"the draft model has a vocabulary of {own_model.config.vocab_size:,} tokens, and the target one of "
+            f"the draft model has a vocabulary of {draft_model.config.vocab_size:,} tokens, and the target one of "
             f"{model.config.vocab_size:,}; they must be the same."
         )
-    return Level(drafts, gamma, accept, own_model, chooses)
+    return Level(drafts, gamma, accept, draft_model, level_sampler)
 
 
-def _drafter(draft: Any, model: Model | None) -> Own | Seen | Selection:
+def _check_draft(draft: Any, model: Model | None) -> Own | Seen | Selection:
     """Returns how a level drafts, checked; a policy means `own`."""
     if draft is None:
         if model is None:
@@ -202,7 +204,7 @@ def _drafter(draft: Any, model: Model | None) -> Own | Seen | Selection:
     if isinstance(draft, Selection):
         if draft.reads_all or draft == everything():
             raise PolicyError("a selection that reads everything drafts nothing sooner; give one such as retrieval.")
-        draft = chooses_anew(draft)
+        draft = without_reuse(draft)
         if reason := refuses_selection(draft):
             raise PolicyError(f"the selection {draft.name} cannot draft: {reason}; use retrieval, quest or lserve.")
         return draft
@@ -212,7 +214,7 @@ def _drafter(draft: Any, model: Model | None) -> Own | Seen | Selection:
     )
 
 
-def chooses_anew(selection: Selection) -> Selection:
+def without_reuse(selection: Selection) -> Selection:
     """Returns a selection without choices that stand for several steps: a choice stands for a round of drafts."""
     fields = {each.name for each in dataclasses.fields(selection)}  # type: ignore[arg-type]  # all are dataclasses
     standing = {name: value for name, value in {"every": 1, "reuse": None}.items() if name in fields}

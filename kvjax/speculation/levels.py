@@ -33,8 +33,8 @@ class LevelPlan:
         of its own.
       selects: whether a selection chooses them, and not a policy.
       tail: slots of copies for drafted tokens.
-      kept: the number of states that are kept in a round, one for each token that is fed; None where a cache is
-        shortened instead, since nothing but its slots remembers a token.
+      num_snapshots: the number of states that are kept in a round, one for each token that is fed; None where a
+        cache is truncated instead, since nothing but its slots remembers a token.
     """
 
     config: DecoderConfig
@@ -46,7 +46,7 @@ class LevelPlan:
     choosing: Phase | None = None
     selects: bool = False
     tail: int = 0
-    kept: int | None = None
+    num_snapshots: int | None = None
 
     @property
     def copies(self) -> bool:
@@ -54,64 +54,68 @@ class LevelPlan:
         return self.choosing is not None
 
 
-class Feed(NamedTuple):
+class LevelCache(NamedTuple):
     """The cache of a level in a round.
 
     Attributes:
       state: the cache.
       logits: [B, V] float32, after each row's newest token.
-      kept: the state after each token of the round, leaves [B, M, ...], or None; see `LevelPlan.kept`.
-      base: [B] int32, the number of tokens of the first of them.
-      early: [B, V] float32, the logits that the level chose a token from before the round's first one was fed; None if
-        it has not.
+      snapshots: the state after each token of the round, leaves [B, M, ...], or None; see `LevelPlan.num_snapshots`.
+      first_length: [B] int32, the number of tokens of the first of them.
+      first_draft_logits: [B, V] float32, the logits that the level chose a token from before the round's first one was
+        fed; None if it has not.
     """
 
     state: KVState
     logits: Array
-    kept: KVState | None = None
-    base: Array | None = None
-    early: Array | None = None
+    snapshots: KVState | None = None
+    first_length: Array | None = None
+    first_draft_logits: Array | None = None
 
 
-def begun(plan: LevelPlan, state: KVState, logits: Array) -> Feed:
+def begin_round(plan: LevelPlan, state: KVState, logits: Array) -> LevelCache:
     """Begins a round."""
-    if plan.kept is None:
-        return Feed(state, logits)
+    if plan.num_snapshots is None:
+        return LevelCache(state, logits)
 
     def first(leaf: Array) -> Array:
         # [B, M, ...]
-        return jnp.zeros((leaf.shape[0], plan.kept, *leaf.shape[1:]), leaf.dtype).at[:, 0].set(leaf)
+        return jnp.zeros((leaf.shape[0], plan.num_snapshots, *leaf.shape[1:]), leaf.dtype).at[:, 0].set(leaf)
 
-    return Feed(state, logits, jax.tree.map(first, state), state.length)
+    return LevelCache(state, logits, jax.tree.map(first, state), state.length)
 
 
-def fed(plan: LevelPlan, params: Params, feed: Feed, tokens: Array, position: Array) -> tuple[Array, Feed]:
+def feed(
+    plan: LevelPlan, params: Params, cache: LevelCache, tokens: Array, position: Array
+) -> tuple[Array, LevelCache]:
     """Feeds tokens, in one block if a block equals single steps.
 
     Args:
       plan: the level.
       params: of its model.
-      feed: its cache.
+      cache: its cache.
       tokens: [B, n] int32.
       position: [B, n] int32, -1 = padding at the end of a row.
 
     Returns:
       The logits after each token, [B, n, V], and the cache.
     """
-    if plan.kept is None or tokens.shape[1] == 1:
-        return _fed_block(plan, params, feed, tokens, position)
+    if plan.num_snapshots is None or tokens.shape[1] == 1:
+        return _feed_block(plan, params, cache, tokens, position)
 
-    def one(feed: Feed, each: tuple[Array, Array]) -> tuple[Feed, Array]:
-        logits, feed = _fed_block(plan, params, feed, each[0][:, None], each[1][:, None])
-        return feed, logits[:, 0]
+    def one(cache: LevelCache, each: tuple[Array, Array]) -> tuple[LevelCache, Array]:
+        logits, cache = _feed_block(plan, params, cache, each[0][:, None], each[1][:, None])
+        return cache, logits[:, 0]
 
-    feed, logits = jax.lax.scan(one, feed, (tokens.T, position.T))
-    return logits.swapaxes(0, 1), feed
+    cache, logits = jax.lax.scan(one, cache, (tokens.T, position.T))
+    return logits.swapaxes(0, 1), cache
 
 
-def _fed_block(plan: LevelPlan, params: Params, feed: Feed, tokens: Array, position: Array) -> tuple[Array, Feed]:
-    decoder = bind(plan.config, params).looped(stacked_runs(feed.state.layers))
-    kv = feed.state
+def _feed_block(
+    plan: LevelPlan, params: Params, cache: LevelCache, tokens: Array, position: Array
+) -> tuple[Array, LevelCache]:
+    decoder = bind(plan.config, params).looped(stacked_runs(cache.state.layers))
+    kv = cache.state
     block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
     # [B, n, E], then [B, n, V]
     x, kv = decoder.hidden(tokens, kv, block, plan.phase)
@@ -119,20 +123,20 @@ def _fed_block(plan: LevelPlan, params: Params, feed: Feed, tokens: Array, posit
     count = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     # [B, V]
     newest = jnp.take_along_axis(logits, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
-    feed = feed._replace(state=kv, logits=jnp.where((count > 0)[:, None], newest, feed.logits))
-    if feed.kept is not None and feed.base is not None:
+    cache = cache._replace(state=kv, logits=jnp.where((count > 0)[:, None], newest, cache.logits))
+    if cache.snapshots is not None and cache.first_length is not None:
         rows = jnp.arange(tokens.shape[0])
-        index = kv.length - feed.base
-        feed = feed._replace(
-            kept=jax.tree.map(lambda leaf, own: leaf.at[rows, index].set(own), feed.kept, kv)
+        index = kv.length - cache.first_length
+        cache = cache._replace(
+            snapshots=jax.tree.map(lambda leaf, new: leaf.at[rows, index].set(new), cache.snapshots, kv)
         )  # fmt: skip
-    return logits, feed
+    return logits, cache
 
 
-def returned(feed: Feed, length: Array) -> Feed:
-    """Goes back to the first `length`, [B] int32, tokens; a row that has no more is unchanged."""
-    if feed.kept is None or feed.base is None:
-        return feed._replace(state=cut(feed.state, length))
+def truncate(cache: LevelCache, length: Array) -> LevelCache:
+    """Truncates rows to the first `length`, [B] int32, tokens; a row that has no more is unchanged."""
+    if cache.snapshots is None or cache.first_length is None:
+        return cache._replace(state=cut(cache.state, length))
     rows = jnp.arange(length.shape[0])
-    index = jnp.clip(jnp.minimum(length, feed.state.length) - feed.base, 0)
-    return feed._replace(state=jax.tree.map(lambda leaf: leaf[rows, index], feed.kept))
+    index = jnp.clip(jnp.minimum(length, cache.state.length) - cache.first_length, 0)
+    return cache._replace(state=jax.tree.map(lambda leaf: leaf[rows, index], cache.snapshots))

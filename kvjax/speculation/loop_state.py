@@ -11,7 +11,7 @@ from kvjax.cache.state import KVState
 from kvjax.generation.sampling import Sampler
 from kvjax.models.config import DecoderConfig
 from kvjax.parallel.sharding import Params
-from kvjax.speculation.levels import Feed, LevelPlan
+from kvjax.speculation.levels import LevelCache, LevelPlan
 
 Array = jax.Array
 
@@ -91,7 +91,7 @@ class Carry(NamedTuple):
       active: [B] bool, whether the row has not ended.
       start: [B] int32, the length of each prompt.
       keys: random keys.
-      feeds: the caches of levels and their logits; None for a level that copies slots.
+      caches: the caches of levels and their logits; None for a level that copies slots.
       counts: of each level.
       by_round: [B, N] int32, the number of accepted drafts of each round of the target; -1 after the last.
     """
@@ -104,7 +104,7 @@ class Carry(NamedTuple):
     active: Array
     start: Array
     keys: Keys
-    feeds: tuple[tuple[KVState, Array] | None, ...]
+    caches: tuple[tuple[KVState, Array] | None, ...]
     counts: tuple[Counts, ...]
     by_round: Array
 
@@ -114,18 +114,19 @@ class Draft(NamedTuple):
 
     Attributes:
       text: see `Carry`.
-      laws: [B, γ, V] float32, the logits that each was drawn from; [B, γ, 0] where the rule does not read them.
-      feeds: the caches of all levels.
+      draft_logits: [B, γ, V] float32, the logits that each was sampled from; [B, γ, 0] where the rule does not read
+        them.
+      caches: the caches of all levels.
       counts: see `Carry`.
     """
 
     text: Array
-    laws: Array
-    feeds: tuple[Feed, ...]
+    draft_logits: Array
+    caches: tuple[LevelCache, ...]
     counts: tuple[Counts, ...]
 
 
-class Verdict(NamedTuple):
+class Verification(NamedTuple):
     """The outcome of a verification.
 
     Attributes:
@@ -152,31 +153,31 @@ class Run(NamedTuple):
     start: Array
     keys: Keys
 
-    def choosing_keys(self, level: int) -> Array:
-        """Returns the keys by which a level chooses tokens, [B]; -1 = the target."""
+    def sampling_keys(self, level: int) -> Array:
+        """Returns the keys with which a level samples tokens, [B]; -1 = the target."""
         if level < 0:
             return self.keys.plain
         shared = self.plan.levels[level].accept == "shared"
-        return self.choosing_keys(level - 1) if shared else self.keys.draft[level]
+        return self.sampling_keys(level - 1) if shared else self.keys.draft[level]
 
     def sampler(self, level: int) -> Sampler:
         """Returns how a level chooses; -1 = the target."""
         return self.plan.sampler if level < 0 else self.plan.levels[level].sampler
 
-    def choose(self, level: int, logits: Array, position: Array) -> Array:
-        """Chooses the tokens of positions [B, n] from logits [B, n, V]; [B, n] int32."""
+    def sample(self, level: int, logits: Array, position: Array) -> Array:
+        """Samples tokens of positions [B, n] from logits [B, n, V]; [B, n] int32."""
         rows, count, vocabulary = logits.shape
-        keys = folded(self.choosing_keys(level), position)
+        keys = fold_in_positions(self.sampling_keys(level), position)
         made = self.sampler(level)(logits.reshape(rows * count, vocabulary), keys.reshape(rows * count))
         return made.reshape(rows, count)
 
-    def tokens(self, text: Array, position: Array) -> Array:
+    def tokens_at(self, text: Array, position: Array) -> Array:
         """Returns the tokens of a text at positions [B, n]; [B, n] int32."""
         index = jnp.clip(position - self.start[:, None], 0, text.shape[1] - 1)
         return jnp.maximum(jnp.take_along_axis(text, index, axis=1), 0)
 
 
-def folded(keys: Array, position: Array) -> Array:
+def fold_in_positions(keys: Array, position: Array) -> Array:
     """Folds positions [B, n] into the keys [B] of rows; [B, n] random keys."""
     return jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))(keys, position)
 
@@ -186,7 +187,7 @@ def row_keys(key: Array, request: Array) -> Array:
     return jax.vmap(jax.random.fold_in, in_axes=(0 if key.ndim else None, 0))(key, request)
 
 
-def keys_of(key: Array, request: Array, levels: int) -> Keys:
+def make_keys(key: Array, request: Array, levels: int) -> Keys:
     """Makes the keys of rows; for `Keys.plain` as `kvjax.generation.decoding` does.
 
     Args:
@@ -196,10 +197,10 @@ def keys_of(key: Array, request: Array, levels: int) -> Keys:
     """
     each = jax.vmap if key.ndim else lambda function: function
     # [B, 3] or [3]
-    split = each(lambda own: jax.random.split(own, 3))(key)
+    split = each(lambda one: jax.random.split(one, 3))(key)
 
     def of_level(role: int, level: int) -> Array:
-        return row_keys(each(lambda own: jax.random.fold_in(own, level))(split[..., role]), request)
+        return row_keys(each(lambda one: jax.random.fold_in(one, level))(split[..., role]), request)
 
     draft, accept, rest = (tuple(of_level(role, level) for level in range(levels)) for role in range(3))
     return Keys(row_keys(key, request), draft, accept, rest)
@@ -212,22 +213,22 @@ def put(into: Array, first: Array, count: Array, values: Array) -> Array:
     return into.at[jnp.arange(into.shape[0])[:, None], index].set(values, mode="drop")
 
 
-def counted(
+def count_round(
     counts: tuple[Counts, ...], level: int, reached: Array, accepted: Array, active: Array
 ) -> tuple[Counts, ...]:
     """Counts a round of a level: drafts up to the `reached`-th token, [B], of which some were accepted, [B]."""
-    own = counts[level]
-    places = jnp.arange(own.drafted.shape[1], dtype=jnp.int32)
+    before = counts[level]
+    places = jnp.arange(before.drafted.shape[1], dtype=jnp.int32)
     drafted, verified = (
         (active[:, None] & (places < number[:, None])).astype(jnp.int32)
         for number in (reached, jnp.minimum(accepted, reached))
     )
-    made = Counts(own.rounds + active.astype(jnp.int32), own.drafted + drafted, own.accepted + verified)
+    made = Counts(before.rounds + active.astype(jnp.int32), before.drafted + drafted, before.accepted + verified)
     return (*counts[:level], made, *counts[level + 1 :])
 
 
-def laws_of(run: Run, level: int) -> Array:
-    """Returns the array of the laws of a level's drafts; see `Draft`."""
+def empty_draft_logits(run: Run, level: int) -> Array:
+    """Returns zeros for the logits of a level's drafts; see `Draft.draft_logits`."""
     plan = run.plan.levels[level]
     width = run.plan.config.vocab_size if plan.accept == "ratio" else 0
     return jnp.zeros((len(run.start), plan.gamma, width), jnp.float32)

@@ -25,7 +25,7 @@ class LevelCounts(NamedTuple):
         return one_line(self)
 
     @property
-    def tokens_a_round(self) -> float:
+    def tokens_per_round(self) -> float:
         """The mean number of tokens of a round, accepted drafts and one token more."""
         return float(self.accepted.sum() / max(self.rounds.sum(), 1) + 1)
 
@@ -55,9 +55,9 @@ class Drafts(NamedTuple):
         return one_line(self)
 
     @classmethod
-    def of(cls, counts: tuple[Counts, ...], by_round: np.ndarray, rows: int) -> "Drafts":
+    def from_counts(cls, counts: tuple[Counts, ...], by_round: np.ndarray, rows: int) -> "Drafts":
         """Returns the counts of the first `rows` rows, on the host."""
-        levels = tuple(LevelCounts(*(np.asarray(each)[:rows] for each in own)) for own in counts)
+        levels = tuple(LevelCounts(*(np.asarray(each)[:rows] for each in one)) for one in counts)
         return cls(levels, by_round[:rows, : int(levels[0].rounds.max(initial=0))])
 
     @property
@@ -76,9 +76,9 @@ class Drafts(NamedTuple):
         return int(self.levels[0].accepted.sum())
 
     @property
-    def tokens_a_round(self) -> float:
-        """See `LevelCounts.tokens_a_round`, of the target."""
-        return self.levels[0].tokens_a_round
+    def tokens_per_round(self) -> float:
+        """See `LevelCounts.tokens_per_round`, of the target."""
+        return self.levels[0].tokens_per_round
 
     @property
     def acceptance(self) -> float:

@@ -17,10 +17,10 @@ from kvjax.generation.program import program
 from kvjax.models.bound import bind, logprob_of
 from kvjax.numerics.finite import PAD
 from kvjax.parallel.sharding import Params
-from kvjax.speculation import readings
-from kvjax.speculation.drafting import at_places, decide, propose
-from kvjax.speculation.levels import Feed, begun, returned
-from kvjax.speculation.loop_state import Carry, Draft, Plan, Run, Verdict, counted, laws_of, put
+from kvjax.speculation import slot_copies
+from kvjax.speculation.drafting import accept_drafts, align_logits, propose
+from kvjax.speculation.levels import LevelCache, begin_round, truncate
+from kvjax.speculation.loop_state import Carry, Draft, Plan, Run, Verification, count_round, empty_draft_logits, put
 
 Array = jax.Array
 
@@ -32,7 +32,7 @@ def run_rounds(
     stop: Array,
     most: Array,
     rounds: Array | int,
-    budgets: readings.GroupBudgets | None,
+    budgets: slot_copies.GroupBudgets | None,
     *,
     plan: Plan,
 ) -> Carry:
@@ -44,7 +44,7 @@ def run_rounds(
       stop: [n] int32, token ids that end a row.
       most: int32, the number of new tokens of a row.
       rounds: int32, the largest number of rounds.
-      budgets: slots that a policy ranks highest, see `readings.by_policy`; None if no level does so.
+      budgets: slots that a policy ranks highest, see `slot_copies.copy_by_policy`; None if no level does so.
       plan: the loop.
     """
     compiling.traced()
@@ -56,7 +56,7 @@ def run_rounds(
     runs = [
         bind(*model).runs_now(state, phase) for model, state, phase in zip(models, _states(carry), phases, strict=True)
     ]
-    carry = _arranged(carry, runs)
+    carry = _arrange(carry, runs)
 
     def ongoing(loop: tuple[Array, Carry]) -> Array:
         return (loop[0] < rounds) & jnp.any(loop[1].active)
@@ -65,55 +65,55 @@ def run_rounds(
         return loop[0] + 1, _round(run, loop[1], stop, most, budgets)
 
     _, carry = jax.lax.while_loop(ongoing, body, (jnp.int32(0), carry))
-    return _arranged(carry, stacked)
+    return _arrange(carry, stacked)
 
 
 def _states(carry: Carry) -> list[KVState]:
-    return [carry.state, *(each[0] for each in carry.feeds if each is not None)]
+    return [carry.state, *(each[0] for each in carry.caches if each is not None)]
 
 
-def _arranged(carry: Carry, runs: list[LayerRuns]) -> Carry:
+def _arrange(carry: Carry, runs: list[LayerRuns]) -> Carry:
     """Returns the carry whose caches have the layers of some runs in stacks; see `arranged_state`."""
     rest = iter(runs[1:])
-    feeds = tuple(None if each is None else (arranged_state(each[0], next(rest)), each[1]) for each in carry.feeds)
-    return carry._replace(state=arranged_state(carry.state, runs[0]), feeds=feeds)
+    caches = tuple(None if each is None else (arranged_state(each[0], next(rest)), each[1]) for each in carry.caches)
+    return carry._replace(state=arranged_state(carry.state, runs[0]), caches=caches)
 
 
-def _round(run: Run, carry: Carry, stop: Array, most: Array, budgets: readings.GroupBudgets | None) -> Carry:
+def _round(run: Run, carry: Carry, stop: Array, most: Array, budgets: slot_copies.GroupBudgets | None) -> Carry:
     """Runs one round of the target; for the arguments see `run_rounds`."""
     plan, gamma = run.plan, run.plan.levels[0].gamma
     # [B] each
     due = jnp.where(carry.active, most - carry.made, 0)
     known, before = run.start + carry.made, carry.state.length
-    state, text, feeds = _begin(run, carry, known, due, budgets)
+    state, text, caches = _begin_levels(run, carry, known, due, budgets)
     want = jnp.minimum(due, gamma)
-    draft = propose(run, 0, Draft(text, laws_of(run, 0), feeds, carry.counts), known, want)
+    draft = propose(run, 0, Draft(text, empty_draft_logits(run, 0), caches, carry.counts), known, want)
     # [B, γ]
     places = jnp.arange(gamma + 1, dtype=jnp.int32)
-    drafted = run.tokens(draft.text, known[:, None] + places[:gamma])
+    drafted = run.tokens_at(draft.text, known[:, None] + places[:gamma])
     # The last new token is not fed.
     end = run.start + most - 1
     verify = _verify_one_by_one if plan.scan else _verify
-    verdict, logits, state, operands, position = verify(
+    verification, logits, state, operands, position = verify(
         run, state, carry.logits, draft, drafted, known, jnp.where(due > 0, jnp.minimum(known + gamma, end), 0), stop
     )
     # [B, γ + 1]
-    logprobs = logprob_of(logits, verdict.tokens)
+    logprobs = logprob_of(logits, verification.tokens)
     finite = jnp.isfinite(logprobs)
-    ends = jnp.any(verdict.tokens[..., None] == stop, axis=2)
-    count = jnp.minimum(verdict.accepted + 1, due)
+    ends = jnp.any(verification.tokens[..., None] == stop, axis=2)
+    count = jnp.minimum(verification.accepted + 1, due)
     # [B]: tokens to the first stop, and before the first token whose log-probability is not finite
-    to_stop, to_broken = (_first(marks, gamma + 1) for marks in (ends, ~finite))
+    to_stop, to_broken = (_first_true(mask, gamma + 1) for mask in (ends, ~finite))
     stopped, broken = to_stop + 1 <= jnp.minimum(count, to_broken), to_broken < jnp.minimum(count, to_stop + 1)
     reached = jnp.where(stopped, to_stop + 1, due)
     count = jnp.where(stopped, to_stop + 1, jnp.where(broken, to_broken, count))
     # The token that is not finite is `PAD`, and its log-probability is there for the error.
-    tokens = jnp.where(finite, verdict.tokens, PAD)
+    tokens = jnp.where(finite, verification.tokens, PAD)
     written = count + broken.astype(jnp.int32)
     text = put(draft.text, carry.made, written, tokens)
     scores = put(carry.logprobs, carry.made, written, logprobs)
-    accepted = jnp.minimum(verdict.accepted, reached)
-    counts = counted(draft.counts, 0, reached, accepted, due > 0)
+    accepted = jnp.minimum(verification.accepted, reached)
+    counts = count_round(draft.counts, 0, reached, accepted, due > 0)
     number = counts[0].rounds - 1
     rows = jnp.arange(len(due))
     by_round = carry.by_round.at[rows, jnp.where(due > 0, number, carry.by_round.shape[1])].set(accepted, mode="drop")
@@ -122,62 +122,62 @@ def _round(run: Run, carry: Carry, stop: Array, most: Array, budgets: readings.G
     length = jnp.maximum(run.start + made - jnp.where(broken, 0, 1), before)
     if operands is not None:
         verified = jnp.where(position < length[:, None], position, -1)
-        state = readings.observed(state, operands, verified, plan.decode, plan.config)
+        state = slot_copies.update_statistics(state, operands, verified, plan.decode, plan.config)
     state = cut(state, length)
     if (choosing := plan.selecting) is not None:
-        state = readings.with_index(state, before, gamma + 1, choosing)
-    after = [returned(each, length) for each in draft.feeds]
+        state = slot_copies.update_index(state, before, gamma + 1, choosing)
+    after = [truncate(each, length) for each in draft.caches]
     kept = tuple(
-        None if level.copies else (own.state, own.logits) for level, own in zip(plan.levels, after, strict=True)
+        None if level.copies else (cache.state, cache.logits) for level, cache in zip(plan.levels, after, strict=True)
     )
     active = carry.active & ~stopped & ~broken & (made < most)
     return carry._replace(
-        state=state, text=text, logprobs=scores, made=made, active=active, feeds=kept, counts=counts,
+        state=state, text=text, logprobs=scores, made=made, active=active, caches=kept, counts=counts,
         by_round=by_round,
     )  # fmt: skip
 
 
-def _first(marks: Array, otherwise: int) -> Array:
-    """Returns the index of the first mark of each row, [B, n] bool -> [B] int32."""
-    index = jnp.arange(marks.shape[1], dtype=jnp.int32)
-    return jnp.min(jnp.where(marks, index, otherwise), axis=1)
+def _first_true(mask: Array, otherwise: int) -> Array:
+    """Returns the index of the first True of each row, [B, n] bool -> [B] int32; `otherwise` if there is none."""
+    index = jnp.arange(mask.shape[1], dtype=jnp.int32)
+    return jnp.min(jnp.where(mask, index, otherwise), axis=1)
 
 
-def _begin(
-    run: Run, carry: Carry, known: Array, due: Array, budgets: readings.GroupBudgets | None
-) -> tuple[KVState, Array, tuple[Feed, ...]]:
+def _begin_levels(
+    run: Run, carry: Carry, known: Array, due: Array, budgets: slot_copies.GroupBudgets | None
+) -> tuple[KVState, Array, tuple[LevelCache, ...]]:
     """Begins a round: copies slots for levels that read the target's cache.
 
     Returns:
       The target's cache, the text and the caches of levels.
     """
-    state, text, feeds = carry.state, carry.text, []
-    for index, (level, own) in enumerate(zip(run.plan.levels, carry.feeds, strict=True)):
-        if own is not None:
-            feeds.append(begun(level, *own))
+    state, text, caches = carry.state, carry.text, []
+    for index, (level, cache) in enumerate(zip(run.plan.levels, carry.caches, strict=True)):
+        if cache is not None:
+            caches.append(begin_round(level, *cache))
         elif not level.selects:
             assert budgets is not None and level.choosing is not None
-            copies = readings.by_policy(level.config, state, level.choosing, budgets, level.phase, level.tail)
-            feeds.append(Feed(copies, carry.logits))
+            copies = slot_copies.copy_by_policy(level.config, state, level.choosing, budgets, level.phase, level.tail)
+            caches.append(LevelCache(copies, carry.logits))
         else:
             # The logits after a prompt are known: a first token is chosen, and chooses the slots.
             fresh = (state.length == known) & (due > 0)
-            first = run.choose(index, carry.logits[:, None], known[:, None])
+            first = run.sample(index, carry.logits[:, None], known[:, None])
             text = put(text, carry.made, fresh.astype(jnp.int32), first)
-            token = run.tokens(text, state.length[:, None])[:, 0]
+            token = run.tokens_at(text, state.length[:, None])[:, 0]
             # A prompt's only new token is not fed.
             feeding = (due > 0) & (~fresh | (due > 1))
             decoder = bind(level.config, run.params[0])
             assert level.choosing is not None
-            logits, copies, state = readings.by_selection(
+            logits, copies, state = slot_copies.copy_by_selection(
                 decoder, state, token, feeding, level.choosing, level.phase, level.tail
             )
-            feeds.append(Feed(copies, logits, early=carry.logits))
-    return state, text, tuple(feeds)
+            caches.append(LevelCache(copies, logits, first_draft_logits=carry.logits))
+    return state, text, tuple(caches)
 
 
 # The decision, logits [B, γ + 1, V], the cache, operands of attention, and the positions that were fed.
-Verified = tuple[Verdict, Array, KVState, dict[int, tuple[AttentionOperands, ...]] | None, Array]
+Verified = tuple[Verification, Array, KVState, dict[int, tuple[AttentionOperands, ...]] | None, Array]
 
 
 def _verify(
@@ -202,13 +202,13 @@ def _verify(
     position = jnp.where(position < end[:, None], position, -1)
     decoder = bind(plan.config, run.params[0]).looped(stacked_runs(state.layers))
     block = Block(position=position, prompt=state.prompt, total=state.total, budget=state.budget)
-    tokens, operands = run.tokens(draft.text, position), None
+    tokens, operands = run.tokens_at(draft.text, position), None
     if plan.observes:
         x, state, operands = decoder.observed(tokens, state, block, plan.verify)
     else:
         x, state = decoder.hidden(tokens, state, block, plan.verify)
-    logits = at_places(earlier, decoder.logits(x), behind, count)
-    return decide(run, -1, logits, draft.laws, drafted, known), logits, state, operands, position
+    logits = align_logits(earlier, decoder.logits(x), behind, count)
+    return accept_drafts(run, -1, logits, draft.draft_logits, drafted, known), logits, state, operands, position
 
 
 def _verify_one_by_one(
@@ -222,23 +222,23 @@ def _verify_one_by_one(
     def body(place: Array, loop: tuple[KVState, Array, Array, Array]) -> tuple[KVState, Array, Array, Array]:
         kv, text, logits, going = loop
         at = known + place
-        feeds = going & (kv.length < at) & (kv.length < end)
+        feeding = going & (kv.length < at) & (kv.length < end)
         # [B, 1]
-        position = jnp.where(feeds, kv.length, -1)[:, None]
+        position = jnp.where(feeding, kv.length, -1)[:, None]
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
-        x, kv = decoder.hidden(run.tokens(text, position), kv, block, plan.step)
-        newest = jnp.where(feeds[:, None], decoder.logits(x[:, 0]), earlier)
+        x, kv = decoder.hidden(run.tokens_at(text, position), kv, block, plan.step)
+        newest = jnp.where(feeding[:, None], decoder.logits(x[:, 0]), earlier)
         logits = logits.at[:, place].set(newest)
-        verdict = decide(run, -1, logits, draft.laws, drafted, known)
-        token = verdict.tokens[:, place]
+        verification = accept_drafts(run, -1, logits, draft.draft_logits, drafted, known)
+        token = verification.tokens[:, place]
         ended = jnp.any(token[:, None] == stop, axis=1) | ~jnp.isfinite(logprob_of(newest, token))
-        return kv, text, logits, going & (verdict.accepted > place) & ~ended
+        return kv, text, logits, going & (verification.accepted > place) & ~ended
 
     logits = jnp.zeros((len(rows), count, earlier.shape[1]), jnp.float32)
     loop = (state, draft.text, logits, end > 0)
     state, _, logits, _ = jax.lax.fori_loop(0, count, body, loop)
     return (
-        decide(run, -1, logits, draft.laws, drafted, known),
+        accept_drafts(run, -1, logits, draft.draft_logits, drafted, known),
         logits,
         state,
         None,

@@ -1,11 +1,11 @@
-"""Which drafted tokens are accepted: pure functions of laws, tokens and random numbers.
+"""Which drafted tokens are accepted: pure functions of probabilities, tokens and random numbers.
 
-A round drafts γ tokens. The target has a law of the token at each of their places, and at one more. Either rule accepts
-the first drafts until one is refused, and one further token is chosen there.
+A round drafts γ tokens. The target has probabilities of the token at each of their places, and at one more. Either
+rule accepts the first drafts until one is refused, and one further token is chosen there.
 
 `accept_shared` compares with the choices that the target makes of the same noise as plain generation, so that the text
 is that of plain generation. `accept_ratio` is the rule of Leviathan et al. (arXiv:2211.17192, algorithm 1): the text
-has the law of the target.
+has the distribution of the target's samples.
 """
 
 from typing import NamedTuple
@@ -21,16 +21,16 @@ class Outcome(NamedTuple):
 
     Attributes:
       accepted: [...] int32, the number of drafts that are accepted.
-      law: [..., V], the law of the token after them.
+      probs: [..., V], the distribution of the token after them.
     """
 
     accepted: Array
-    law: Array
+    probs: Array
 
 
-def leading(marks: Array) -> Array:
-    """Counts the marks before the first one that is not set, [..., γ] bool -> [...] int32."""
-    return jnp.sum(jnp.cumprod(marks.astype(jnp.int32), axis=-1), axis=-1, dtype=jnp.int32)
+def count_leading_true(mask: Array) -> Array:
+    """Counts the True values before the first False, [..., γ] bool -> [...] int32."""
+    return jnp.sum(jnp.cumprod(mask.astype(jnp.int32), axis=-1), axis=-1, dtype=jnp.int32)
 
 
 def accept_shared(draft: Array, choice: Array) -> tuple[Array, Array]:
@@ -43,28 +43,28 @@ def accept_shared(draft: Array, choice: Array) -> tuple[Array, Array]:
     Returns:
       The number of accepted drafts, [...] int32, and the token after them, [...] int.
     """
-    count = leading(draft == choice[..., :-1])
+    count = count_leading_true(draft == choice[..., :-1])
     return count, jnp.take_along_axis(choice, count[..., None], axis=-1)[..., 0]
 
 
 def accept_ratio(p: Array, q: Array, draft: Array, u: Array) -> Outcome:
-    """Accepts drafts while u q(d) < p(d), and returns the law of the token after them.
+    """Accepts drafts while u q(d) < p(d), and returns the distribution of the token after them.
 
     A draft that the target cannot choose is refused, also where u is 0, and so is one whose probabilities are NaN.
-    After a refusal the law is that of `residual`, after γ accepted drafts the target's own.
+    After a refusal it is that of `residual`, after γ accepted drafts the target's own.
 
     Args:
-      p: [..., γ + 1, V], the target's laws.
-      q: [..., γ, V], the laws that drafts were drawn from.
+      p: [..., γ + 1, V], probabilities of the target.
+      q: [..., γ, V], the probabilities that drafts were sampled from.
       draft: [..., γ] int.
       u: [..., γ], uniform in [0, 1).
     """
     # [..., γ] each
-    own, drafted = (jnp.take_along_axis(x, draft[..., None], axis=-1)[..., 0] for x in (p[..., :-1, :], q))
-    count = leading(u * drafted < own)
+    target, drafted = (jnp.take_along_axis(x, draft[..., None], axis=-1)[..., 0] for x in (p[..., :-1, :], q))
+    count = count_leading_true(u * drafted < target)
     # [..., γ + 1, V]
-    laws = jnp.concatenate([residual(p[..., :-1, :], q), p[..., -1:, :]], axis=-2)
-    return Outcome(count, jnp.take_along_axis(laws, count[..., None, None], axis=-2)[..., 0, :])
+    probs = jnp.concatenate([residual(p[..., :-1, :], q), p[..., -1:, :]], axis=-2)
+    return Outcome(count, jnp.take_along_axis(probs, count[..., None, None], axis=-2)[..., 0, :])
 
 
 def acceptance_chance(p: Array, q: Array) -> Array:
@@ -73,24 +73,24 @@ def acceptance_chance(p: Array, q: Array) -> Array:
 
 
 def residual(p: Array, q: Array) -> Array:
-    """Returns the law max(p - q, 0), normalised, [..., V]; p itself where that is 0."""
+    """Returns the distribution max(p - q, 0), normalised, [..., V]; p itself where that is 0."""
     more = jnp.maximum(p - jnp.where(jnp.isnan(q), 0, q), 0)
     total = jnp.sum(more, axis=-1, keepdims=True)
     return jnp.where(total > 0, more / jnp.where(total > 0, total, 1), p)
 
 
-def first_exceeding(law: Array, number: Array) -> Array:
-    """Returns the first token whose cumulative law exceeds a number of [0, 1), [...] int32.
+def sample_inverse_cdf(probs: Array, u: Array) -> Array:
+    """Samples tokens: the first whose cumulative probability exceeds u, [...] int32.
 
     Args:
-      law: [..., V].
-      number: [...].
+      probs: [..., V].
+      u: [...], uniform in [0, 1).
     """
-    # Rounding may leave the whole sum below the number: the last token that can be chosen.
-    sums = jnp.where(law > 0, jnp.cumsum(law, axis=-1), 0)
-    tokens = jnp.arange(law.shape[-1], dtype=jnp.int32)
-    last = jnp.max(jnp.where(law > 0, tokens, 0), axis=-1)
-    return jnp.minimum(jnp.min(jnp.where(sums > number[..., None], tokens, law.shape[-1]), axis=-1), last)
+    # Rounding may leave the whole sum at or below u: the last token that can be chosen.
+    sums = jnp.where(probs > 0, jnp.cumsum(probs, axis=-1), 0)
+    tokens = jnp.arange(probs.shape[-1], dtype=jnp.int32)
+    last = jnp.max(jnp.where(probs > 0, tokens, 0), axis=-1)
+    return jnp.minimum(jnp.min(jnp.where(sums > u[..., None], tokens, probs.shape[-1]), axis=-1), last)
 
 
 def total_variation(p: Array, q: Array) -> Array:
@@ -98,8 +98,8 @@ def total_variation(p: Array, q: Array) -> Array:
     return jnp.sum(jnp.abs(p - q), axis=-1) / 2
 
 
-def shared_chance(p: Array, q: Array) -> Array:
-    """Returns the chance that two laws choose the same token of the same Gumbel noise, [...].
+def shared_acceptance_chance(p: Array, q: Array) -> Array:
+    """Returns the chance that two distributions choose the same token with the same Gumbel noise, [...].
 
     It is Σ_v 1 / Σ_w max(p_w / p_v, q_w / q_v), and at least (1 - δ) / (1 + δ); see `total_variation`.
     """
@@ -109,7 +109,7 @@ def shared_chance(p: Array, q: Array) -> Array:
     return jnp.sum(jnp.where(both, 1 / jnp.sum(jnp.maximum(*ratios), axis=-1), 0), axis=-1)
 
 
-def tokens_a_round(alpha: float, gamma: int) -> float:
+def mean_tokens_per_round(alpha: float, gamma: int) -> float:
     """Returns the mean number of tokens of a round, if each draft is accepted with an independent chance.
 
     It is (1 - α^(γ + 1)) / (1 - α) (Leviathan et al., equation 1).

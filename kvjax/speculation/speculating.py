@@ -20,9 +20,9 @@ from kvjax.inputs import check_batch, check_count, check_stop
 from kvjax.models.model import Model
 from kvjax.numerics.finite import PAD, check_finite
 from kvjax.parallel import distributed
-from kvjax.speculation.drafts import GAMMA, Draft, Level, resolved
+from kvjax.speculation.drafts import GAMMA, Draft, Level, resolve_levels
 from kvjax.speculation.levels import LevelPlan
-from kvjax.speculation.loop_state import Carry, Counts, Plan, keys_of
+from kvjax.speculation.loop_state import Carry, Counts, Plan, make_keys
 from kvjax.speculation.report import Drafts
 from kvjax.speculation.rounds import run_rounds
 from kvjax.speculation.target import Target
@@ -69,8 +69,8 @@ def speculate(
       gamma: γ, the number of tokens that are drafted in a round.
       accept: ``shared``: a draft is accepted if it is what the model itself chooses with the random key of plain
         generation. The tokens are then those of `kvjax.generate`, greedy or sampled, except for near-ties that rounding
-        decides. ``ratio``: a draft d is accepted with the chance min(1, p(d) / q(d)), and tokens have the law of
-        `kvjax.generate`, but are others. Greedy, both are the same.
+        decides. ``ratio``: a draft d is accepted with the chance min(1, p(d) / q(d)), and tokens have the distribution
+        of those of `kvjax.generate`, but are others. Greedy, both are the same.
       draft_model: another model that drafts, of the same vocabulary; `draft` is then the policy of its cache.
       draft_sampler: how drafts are chosen; None = as the model chooses.
       verify: ``block``, or ``scan``: the model reads drafts one by one, which saves nothing and returns to the bit what
@@ -96,7 +96,7 @@ def speculate(
     check_count("max_new_tokens", max_new_tokens)
     choice_argument("verify", verify, VERIFY, error=InputError)
     base = Level(gamma=gamma, accept=accept, model=draft_model, sampler=draft_sampler)
-    levels = resolved(model, draft, base, sampler)
+    levels = resolve_levels(model, draft, base, sampler)
     batch = check_batch(model.config, tokens, lengths, new_tokens=max_new_tokens)
     rows = len(batch.lengths)
     key = check_sampling(sampler, key, rows)
@@ -107,15 +107,15 @@ def speculate(
     request = check_requests(requests, rows)
     target = Target(model, levels, batch, max_new_tokens, options)
     plans: list[LevelPlan] = []
-    feeds: list[tuple[KVState, Array] | None] = []
+    caches: list[tuple[KVState, Array] | None] = []
     models = [model]
     for number, each in enumerate(levels):
-        own_plan, feed, own_model = target.level(number, each)
-        if own_model is not model:
-            models.append(own_model)
-            own_plan = dataclasses.replace(own_plan, model=len(models) - 1)
-        plans.append(own_plan)
-        feeds.append(feed)
+        level_plan, cache, drafting_model = target.level(number, each)
+        if drafting_model is not model:
+            models.append(drafting_model)
+            level_plan = dataclasses.replace(level_plan, model=len(models) - 1)
+        plans.append(level_plan)
+        caches.append(cache)
     padded = target.logits.shape[0]
     request, real = np.pad(request, (0, padded - rows)), np.arange(padded) < rows
     if key.ndim:
@@ -133,7 +133,7 @@ def speculate(
         text, logprobs, made, active, ids, by_round = arrays
         carry = Carry(
             target.state, target.logits, text, logprobs, made, active, jnp.copy(target.state.length),
-            keys_of(key, ids, len(plans)), tuple(feeds), tuple(_no_counts(each.gamma, padded) for each in plans),
+            make_keys(key, ids, len(plans)), tuple(caches), tuple(_no_counts(each.gamma, padded) for each in plans),
             by_round,
         )  # fmt: skip
         params = tuple(each.params for each in models)
@@ -152,8 +152,8 @@ def speculate(
     new = np.where(made_now, all_ids[:rows, :max_new_tokens], PAD)
     scores = all_scores[:rows, :max_new_tokens]
     known = np.where(np.isfinite(scores) & made_now, scores, np.float32(0))
-    report = Drafts.of(counts, by_round, rows)
-    result = Generation(new, number, known, target.plain(carry.state), None, target.plain_layout, None, report)
+    report = Drafts.from_counts(counts, by_round, rows)
+    result = Generation(new, number, known, target.plain_state(carry.state), None, target.plain_layout, None, report)
     check_finite(scores, result)
     return result
 

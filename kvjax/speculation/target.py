@@ -22,7 +22,7 @@ from kvjax.policies.base import Policy
 from kvjax.policies.traits import observing, ranks_by_content
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
-from kvjax.speculation import readings
+from kvjax.speculation import slot_copies
 from kvjax.speculation.drafts import Level, Own, Seen
 from kvjax.speculation.levels import LevelPlan
 
@@ -69,30 +69,30 @@ class Target:
                 prepared = prepared._replace(layout=dataclasses.replace(prepared.layout, runs=()))
             self.logits, self.state = self._prefilled(model, prepared)
             self.layout = prepared.layout
-            self.budgets: readings.GroupBudgets | None = None
+            self.budgets: slot_copies.GroupBudgets | None = None
             self._ranking: Phase = ()
             if ranks is not None:
                 self._ranking, self.budgets = self._ranked(ranks)
-        self.verify = _mapped(self.layout.decode, readings.plain)
-        self.step = _mapped(self.layout.decode, lambda group: dataclasses.replace(group, selection=everything()))
+        self.verify = _map_groups(self.layout.decode, slot_copies.plain_group)
+        self.step = _map_groups(self.layout.decode, lambda group: dataclasses.replace(group, selection=everything()))
 
     @property
     def plain_layout(self) -> CacheLayout:
         """The layout without what is there for drafts."""
 
         def plain(group: Group) -> Group:
-            own = group.decode_group
+            decode = group.decode_group
             return dataclasses.replace(
                 group, selection=everything(), needs=frozenset(), prompt_index=None, policy=full(),
-                decode_group=None if own is None else plain(own),
+                decode_group=None if decode is None else plain(decode),
             )  # fmt: skip
 
-        prompt, decode = (_mapped(phase, plain) for phase in (self.layout.prompt, self.layout.decode))
+        prompt, decode = (_map_groups(phase, plain) for phase in (self.layout.prompt, self.layout.decode))
         if self._spec.policy == full() and self._spec.selection.reads_all:
             return self.layout
         return dataclasses.replace(self.layout, prompt=prompt, decode=decode, name=full().name)
 
-    def plain(self, state: KVState) -> KVState:
+    def plain_state(self, state: KVState) -> KVState:
         """Returns the cache without what is there for drafts."""
         if self.plain_layout is self.layout:
             return state
@@ -112,7 +112,7 @@ class Target:
             return self._own(level.draft, model, base, most)
         selects = isinstance(level.draft, Selection)
         if selects:
-            choosing = _mapped(
+            choosing = _map_groups(
                 self.layout.decode, lambda group: dataclasses.replace(
                     group, needs=frozenset(), step_implementation=None, attn_implementation="xla"
                 ),
@@ -121,7 +121,7 @@ class Target:
             choosing = self._ranking
         widths = [[self._width(selects, *each) for each in enumerate(layer)] for layer in self._by_layer()]
         copies = tuple(
-            tuple(readings.copied(group, width, most) for group, width in zip(*each, strict=True))
+            tuple(slot_copies.copy_group(group, width, most) for group, width in zip(*each, strict=True))
             for each in zip(self.layout.decode, widths, strict=True)
         )
         return dataclasses.replace(base, phase=copies, choosing=choosing, selects=selects, tail=most), None, model
@@ -144,27 +144,27 @@ class Target:
     ) -> tuple[LevelPlan, tuple[KVState, Array], Model]:
         """Returns the plan of a level with a cache of its own; for the rest see `level`."""
         options = dataclasses.replace(self._options, storage=None, selection=None)
-        own_model, spec = options.resolve(model, draft.spec)
+        draft_model, spec = options.resolve(model, draft.spec)
         if spec.storage.on_host:
             raise PolicyError(
                 f"own({spec.name}): a cache that drafts is copied after each token, and must be on the device; leave "
                 "out memory='host'."
             )
-        check_batch(own_model.config, self._batch.tokens, self._batch.lengths, new_tokens=self._new)
-        with own_model.on_mesh():
-            prepared = self._prepared(own_model, spec)
-            logits, state = self._prefilled(own_model, prepared)
+        check_batch(draft_model.config, self._batch.tokens, self._batch.lengths, new_tokens=self._new)
+        with draft_model.on_mesh():
+            prepared = self._prepared(draft_model, spec)
+            logits, state = self._prefilled(draft_model, prepared)
         layout = prepared.layout
         exact = layout.keeps_all and all(
             not (group.needs or group.memory or group.writes or group.storage.new_tokens_separate)
             and group.selection.reads_all and group.policy.positions == "original"
             for group in layout.groups
         )  # fmt: skip
-        phase = _mapped(layout.decode, readings.plain) if exact else layout.decode
-        plan = dataclasses.replace(base, phase=phase, kept=None if exact else most + 1)
-        return plan, (state, logits), own_model
+        phase = _map_groups(layout.decode, slot_copies.plain_group) if exact else layout.decode
+        plan = dataclasses.replace(base, phase=phase, num_snapshots=None if exact else most + 1)
+        return plan, (state, logits), draft_model
 
-    def _ranked(self, draft: Seen) -> tuple[Phase, readings.GroupBudgets]:
+    def _ranked(self, draft: Seen) -> tuple[Phase, slot_copies.GroupBudgets]:
         """Returns the groups whose policy ranks slots, and the number of slots of each row."""
         prepared = self._prepared(self._model, CacheSpec(draft.policy))
         budgets = prepared.budgets
@@ -189,7 +189,7 @@ class Target:
         return logits, state
 
 
-def _mapped(phase: Phase, change: Callable[[Group], Group]) -> Phase:
+def _map_groups(phase: Phase, change: Callable[[Group], Group]) -> Phase:
     """Returns a phase with other groups."""
     return tuple(tuple(change(group) for group in layer) for layer in phase)
 

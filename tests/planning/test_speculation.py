@@ -8,7 +8,7 @@ import pytest
 from kvjax import devices
 from kvjax.errors import InputError
 from kvjax.planning import DraftCosts, plan_speculation
-from kvjax.speculation.rules import tokens_a_round
+from kvjax.speculation.rules import mean_tokens_per_round
 from tests.planning.test_make_plan import GROUPED
 
 
@@ -20,7 +20,7 @@ def test_worked_cases(shared_data):
         for what in ("tokens_a_round", "speed_up")
     }
     for about, expected in of["tokens_a_round"]:
-        assert tokens_a_round(about["alpha"], about["gamma"]) == pytest.approx(expected["tokens"], rel=1e-12)
+        assert mean_tokens_per_round(about["alpha"], about["gamma"]) == pytest.approx(expected["tokens"], rel=1e-12)
     for about, expected in of["speed_up"]:
         costs = DraftCosts(**{
             name: about[name] for name in ("gamma", "weights", "draft_weights", "slot_bytes", "budget")

@@ -1,4 +1,4 @@
-"""Acceptance rules: worked cases, and laws by enumeration in float64."""
+"""Acceptance rules: worked cases, and distributions by enumeration in float64."""
 
 import json
 
@@ -33,18 +33,18 @@ def double():
         yield
 
 
-def law(logits):
+def probs(logits):
     return jax.nn.softmax(jnp.asarray(logits), axis=-1)
 
 
 def test_rounds_of_the_ratio_rule(cases):
     for case, given, expected in cases("ratio_round"):
         made = rules.accept_ratio(
-            law(given["p_logits"]), law(given["q_logits"]), given["draft"], given["u"]
+            probs(given["p_logits"]), probs(given["q_logits"]), given["draft"], given["u"]
         )  # fmt: skip
         assert made.accepted == case["expect"]["accepted"]
-        np.testing.assert_allclose(made.law, expected["law"], atol=1e-7)
-        token = rules.first_exceeding(made.law, given["w"])
+        np.testing.assert_allclose(made.probs, expected["law"], atol=1e-7)
+        token = rules.sample_inverse_cdf(made.probs, given["w"])
         np.testing.assert_array_equal([*given["draft"][: made.accepted], token], expected["tokens"])
 
 
@@ -60,10 +60,10 @@ def enumerated(p, q):
     )
 
 
-def test_laws_of_the_ratio_rule(cases):
+def test_distributions_of_the_ratio_rule(cases):
     for case, given, expected in cases("ratio_law"):
-        p = [law(given[f"p{place}_logits"]) for place in (1, 2, 3)]
-        q = [law(given[f"q{place}_logits"]) for place in (1, 2)]
+        p = [probs(given[f"p{place}_logits"]) for place in (1, 2, 3)]
+        q = [probs(given[f"q{place}_logits"]) for place in (1, 2)]
         joint = enumerated(p, q)
         for number, made in enumerate(joint):
             np.testing.assert_allclose(made, expected[f"law_{number}"], atol=1e-7)
@@ -74,13 +74,13 @@ def test_laws_of_the_ratio_rule(cases):
         np.testing.assert_allclose(place, expected["place"], atol=1e-7)
 
 
-def random_laws(seed):
-    """Laws of a round after each path; two of the five tokens are filtered out of some of them."""
+def random_rounds(seed):
+    """Probabilities of a round after each path; some of the five tokens are filtered out of some of them."""
     rng = np.random.default_rng(seed)
 
     def drawn(*shape):
         logits = rng.normal(size=(*shape, V)) * 2
-        return law(
+        return probs(
             np.where((rng.random(logits.shape) < 0.3) & (logits < logits.max(-1, keepdims=True)), -np.inf, logits)
         )
 
@@ -88,23 +88,23 @@ def random_laws(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_text_has_the_law_of_the_target(seed):
+def test_the_text_has_the_distribution_of_the_target(seed):
     """Exactly: the chance of each text of three tokens, whatever number of drafts a round accepts."""
-    (p1, p2, p3), q = random_laws(seed)
+    (p1, p2, p3), q = random_rounds(seed)
     none, one, two = enumerated((p1, p2, p3), q)
-    # A round that ends early is followed by tokens of the target's law.
+    # A round that ends early is followed by tokens of the target's distribution.
     three = (none[:, None, None] * p2[:, :, None] + one[:, :, None]) * p3 + two
     np.testing.assert_allclose(three, p1[:, None, None] * p2[:, :, None] * p3, atol=1e-12)
 
 
-def test_a_chain_of_two_levels_has_the_law_of_the_target(cases):
-    """A refused token of the middle level is drawn from its residual; TriForce's code draws it from the whole law."""
+def test_a_chain_of_two_levels_has_the_distribution_of_the_target(cases):
+    """A refused token of the middle level is drawn from its residual; TriForce's code draws it from all of `r`."""
     for case, given, expected in cases("chain_law"):
-        p, q, r = (law(given[f"{name}_logits"]) for name in "pqr")
+        p, q, r = (probs(given[f"{name}_logits"]) for name in "pqr")
 
-        def verified(law, drafts):
-            kept = drafts * rules.acceptance_chance(law, drafts)
-            return kept + (1 - kept.sum()) * rules.residual(law, drafts)
+        def verified(target, drafts):
+            kept = drafts * rules.acceptance_chance(target, drafts)
+            return kept + (1 - kept.sum()) * rules.residual(target, drafts)
 
         middle = verified(r, q)
         np.testing.assert_allclose(middle, r, atol=1e-12)
@@ -122,15 +122,15 @@ def test_a_chain_of_two_levels_has_the_law_of_the_target(cases):
 
 def test_frequencies_of_draws():
     """200,000 rounds: tokens at the first place, and the drafts that are accepted, within 4 standard errors."""
-    (p1, p2, p3), (q1, q2) = random_laws(11)
+    (p1, p2, p3), (q1, q2) = random_rounds(11)
     draws, keys = 200_000, iter(jax.random.split(jax.random.key(5), 4))
-    first = rules.first_exceeding(jnp.broadcast_to(q1, (draws, V)), jax.random.uniform(next(keys), (draws,)))
-    second = rules.first_exceeding(q2[first], jax.random.uniform(next(keys), (draws,)))
+    first = rules.sample_inverse_cdf(jnp.broadcast_to(q1, (draws, V)), jax.random.uniform(next(keys), (draws,)))
+    second = rules.sample_inverse_cdf(q2[first], jax.random.uniform(next(keys), (draws,)))
     draft = jnp.stack([first, second], axis=1)
     p = jnp.stack([jnp.broadcast_to(p1, (draws, V)), p2[first], p3[first, second]], axis=1)
     q = jnp.stack([jnp.broadcast_to(q1, (draws, V)), q2[first]], axis=1)
     made = rules.accept_ratio(p, q, draft, jax.random.uniform(next(keys), (draws, 2)))
-    token = rules.first_exceeding(made.law, jax.random.uniform(next(keys), (draws,)))
+    token = rules.sample_inverse_cdf(made.probs, jax.random.uniform(next(keys), (draws,)))
     tokens = jnp.where(made.accepted == 0, token, first)
     for got, chance in (
         (jnp.bincount(tokens, length=V), p1),
@@ -148,10 +148,10 @@ def test_shared_rounds(cases):
         count, token = rules.accept_shared(draft, np.argmax(p + given["noise"], axis=1))
         assert count == case["expect"]["accepted"]
         np.testing.assert_array_equal([*draft[:count], token], expected["tokens"])
-        one, two = law(p[0]), law(q[0])
+        one, two = probs(p[0]), probs(q[0])
         delta = rules.total_variation(one, two)
         np.testing.assert_allclose(delta, case["expect"]["total_variation"], rtol=1e-7)
-        chance = rules.shared_chance(one, two)
+        chance = rules.shared_acceptance_chance(one, two)
         np.testing.assert_allclose(chance, case["expect"]["chance_first"], rtol=1e-7)
         np.testing.assert_allclose((1 - delta) / (1 + delta), case["expect"]["bound"], rtol=1e-7)
         assert chance >= (1 - delta) / (1 + delta)
@@ -162,16 +162,16 @@ def test_a_draft_that_the_target_cannot_choose_is_refused():
     draft, zero = jnp.array([0]), jnp.zeros(1)
     made = rules.accept_ratio(p, q, draft, zero)
     assert made.accepted == 0
-    np.testing.assert_allclose(made.law, [0, 0, 1])
+    np.testing.assert_allclose(made.probs, [0, 0, 1])
     assert rules.accept_ratio(p, q, jnp.array([1]), zero).accepted == 1
-    # Laws that do not differ leave nothing over, and a law of NaN says nothing.
+    # Equal distributions leave no residual, and probabilities of NaN accept nothing.
     np.testing.assert_allclose(rules.residual(p, p), p)
     broken = rules.accept_ratio(p, q * jnp.nan, jnp.array([1]), zero)
     assert broken.accepted == 0
-    np.testing.assert_allclose(broken.law, p[0])
-    assert rules.first_exceeding(jnp.array([0.5, 0.4999, 0.0]), jnp.array(0.99999)) == 1
+    np.testing.assert_allclose(broken.probs, p[0])
+    assert rules.sample_inverse_cdf(jnp.array([0.5, 0.4999, 0.0]), jnp.array(0.99999)) == 1
 
 
 @pytest.mark.parametrize(("alpha", "gamma", "tokens"), [(0.8, 4, 3.3616), (1, 3, 4.0), (0, 5, 1.0)])
-def test_tokens_a_round(alpha, gamma, tokens):
-    assert rules.tokens_a_round(alpha, gamma) == pytest.approx(tokens, rel=1e-12)
+def test_mean_tokens_per_round(alpha, gamma, tokens):
+    assert rules.mean_tokens_per_round(alpha, gamma) == pytest.approx(tokens, rel=1e-12)

@@ -156,7 +156,7 @@ def test_rows_do_not_depend_on_each_other_under_the_ratio_rule():
     np.testing.assert_array_equal(made.tokens[1], alone.tokens[0])
 
 
-def test_the_ratio_rule_has_the_law_of_the_target():
+def test_the_ratio_rule_has_the_distribution_of_the_target():
     """Tokens of 2,000 rows with two levels, beside those of plain sampling: total variation within 4 errors."""
     count, sampler = 2000, kvjax.Sample(0.7, top_k=4)
     tokens = np.repeat(TOKENS[1:2, :17], count, axis=0)
@@ -249,7 +249,7 @@ def test_worked_acceptance(stories, shared_data):
 
 
 def test_acceptance_predicts_the_rounds_of_an_own_cache():
-    """Greedy: a round accepts drafts up to the first token where both laws differ in their most probable one."""
+    """Greedy: a round accepts drafts up to the first token where the most probable one of both differs."""
     made = drafted(own(WINDOW), gamma=8)
     texts = [np.concatenate([row[:n], new]) for row, n, new in zip(TOKENS, LENGTHS, made.tokens, strict=True)]
     found = analysis.acceptance(model(), texts, WINDOW, prompt_length=LENGTHS)

@@ -30,19 +30,19 @@ Array = jax.Array
 GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
 
 
-def plain(group: Group) -> Group:
+def plain_group(group: Group) -> Group:
     """Returns a group that reads everything and observes nothing, by XLA: that of a block that is verified."""
     return dataclasses.replace(
         group, selection=everything(), needs=frozenset(), step_implementation=None, attn_implementation="xla"
     )
 
 
-def copied(group: Group, width: int, tail: int) -> Group:
+def copy_group(group: Group, width: int, tail: int) -> Group:
     """Returns the group of a copy of `width` slots, with a tail for drafted tokens."""
-    return dataclasses.replace(plain(group), storage=dense(), slots=(min(width, group.capacity) + tail,))
+    return dataclasses.replace(plain_group(group), storage=dense(), slots=(min(width, group.capacity) + tail,))
 
 
-def by_selection(
+def copy_by_selection(
     decoder: BoundDecoder, state: KVState, token: Array, active: Array, choosing: Phase, copies: Phase, tail: int
 ) -> tuple[Array, KVState, KVState]:
     """Feeds the first token of a round, which chooses the slots, and copies these.
@@ -54,7 +54,7 @@ def by_selection(
       active: [B] bool, the rows that have a token.
       choosing: the groups of each layer, with the selection.
       copies: the groups of the copies.
-      tail: see `copied`.
+      tail: see `copy_group`.
 
     Returns:
       The logits after the token, [B, V]; the copies, which hold it; and the cache of the target, which does not.
@@ -65,19 +65,22 @@ def by_selection(
     block = Block(position=position, prompt=state.prompt, total=state.total, budget=state.budget)
     x, after, choices = decoder.step(token[:, None], state, block, choosing)
     layers = tuple(
-        Layer(_gathered(own, _read(own, choice, length), group, tail) for own, choice, group in zip(*each, strict=True))
+        Layer(
+            _gather_slots(held, _read_mask(held, choice, length), group, tail)
+            for held, choice, group in zip(*each, strict=True)
+        )
         for each in zip(after.layers, (choices[i] for i in range(len(copies))), copies, strict=True)
     )
     made = after.replace(layers=layers, budget=_no_budget(copies))
     after = cut(after, length)
     restored = tuple(
-        Layer(own.replace(index=index) for own, index in zip(*each, strict=True))
+        Layer(held.replace(index=index) for held, index in zip(*each, strict=True))
         for each in zip(after.layers, indices, strict=True)
     )
     return decoder.logits(x[:, 0]), made, after.replace(layers=restored)
 
 
-def by_policy(
+def copy_by_policy(
     config: DecoderConfig, state: KVState, ranking: Phase, budgets: GroupBudgets, copies: Phase, tail: int
 ) -> KVState:
     """Copies the slots that a policy ranks highest.
@@ -88,14 +91,14 @@ def by_policy(
       ranking: the groups of each layer, whose policies rank slots.
       budgets: [B] int32 slots of each layer and group.
       copies: the groups of the copies.
-      tail: see `copied`.
+      tail: see `copy_group`.
     """
     layers = []
     for index, (layer, groups, made, budget) in enumerate(zip(state.layers, ranking, copies, budgets, strict=True)):
-        own = []
+        copied = []
         for held, group, copy, slots in zip(layer, groups, made, budget, strict=True):
             if slots is None:
-                own.append(_gathered(held, held.position >= 0, copy, tail))
+                copied.append(_gather_slots(held, held.position >= 0, copy, tail))
                 continue
             on_host = any(map(host_memory.on_host, jax.tree.leaves(held.stores)))
             # Policies that look at keys are refused where these are not on the device.
@@ -109,8 +112,8 @@ def by_policy(
             priority = group.policy.priority(held.stats, view)
             priority = jnp.where(jnp.isnan(priority), -jnp.inf, priority)
             mask = largest(priority, held.position, group.policy.limit(held.stats, view))
-            own.append(_gathered(held, mask, copy, tail))
-        layers.append(Layer(own))
+            copied.append(_gather_slots(held, mask, copy, tail))
+        layers.append(Layer(copied))
     return state.replace(layers=tuple(layers), budget=_no_budget(copies))
 
 
@@ -122,21 +125,21 @@ def _scale(config: DecoderConfig) -> float:
     return config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
 
-def _read(layer: LayerKV, choice: Choice, length: Array) -> Array:
+def _read_mask(layer: LayerKV, choice: Choice, length: Array) -> Array:
     """Marks the slots that a step has read, and that of its own token, whose position is `length`; [B, K, S] bool."""
     # A token that is apart from the slots in its step has one afterwards.
     before = choice.position[:, :, : layer.position.shape[2]] >= 0
     return before | (layer.position == length[:, None, None])
 
 
-def _gathered(layer: LayerKV, mask: Array, group: Group, tail: int) -> LayerKV:
+def _gather_slots(layer: LayerKV, mask: Array, group: Group, tail: int) -> LayerKV:
     """Copies the marked slots of a layer.
 
     Args:
       layer: of the target.
       mask: [B, K, S] bool; no more than the group has slots besides its tail.
       group: of the copy.
-      tail: see `copied`.
+      tail: see `copy_group`.
     """
     pad = ((0, 0), (0, 0), (0, tail))
     # [B, K, W] each
@@ -150,14 +153,14 @@ def _gathered(layer: LayerKV, mask: Array, group: Group, tail: int) -> LayerKV:
     return LayerKV(position=position, stores=(exact_store(key, value),), stats={}, index={}, dim=layer.dim)
 
 
-def with_index(state: KVState, first: Array, count: int, choosing: Phase) -> KVState:
+def update_index(state: KVState, first: Array, count: int, choosing: Phase) -> KVState:
     """Adds verified tokens to the index of a selection, from the target's exact keys.
 
     Args:
       state: the target's cache, whose tokens from position `first` on are not in the index yet.
       first: [B] int32.
       count: the largest number of such tokens of a row.
-      choosing: see `by_selection`.
+      choosing: see `copy_by_selection`.
     """
 
     def written(layer: LayerKV, group: Group) -> LayerKV:
@@ -179,7 +182,7 @@ def with_index(state: KVState, first: Array, count: int, choosing: Phase) -> KVS
     return state.replace(layers=layers)
 
 
-def observed(
+def update_statistics(
     state: KVState,
     operands: dict[int, tuple[AttentionOperands, ...]],
     position: Array,
