@@ -123,6 +123,7 @@ def find_shared() -> Path | None:
 #: Files that take minutes, the longest first: a worker that took one of them up last would keep the others waiting.
 LONG = (
     "test_slots.py", "test_worked_examples.py", "test_sharding.py", "test_layer_loop.py", "test_prompt_reuse.py",
+    "test_speculate.py", "test_growth.py",
     "test_models.py", "test_pairs.py", "test_context.py", "test_storage_conformance.py", "test_compositions.py",
     "test_conformance.py", "test_train.py", "test_pretrained.py", "test_step_tpu.py", "test_host_memory.py",
     "test_tune.py", "test_products.py", "test_compare.py", "test_gradients.py", "test_notebook.py",
@@ -161,10 +162,11 @@ OTHER_THAN_JAX = {
     ),
     "what is made of generation and scores, which other files run": (
         "analysis/test_budgets.py", "analysis/test_compare.py", "analysis/test_gates.py",
-        "analysis/test_selection_quality.py", "analysis/test_submodular.py", "experiments/test_after_prompt.py",
+        "analysis/test_selection_quality.py", "analysis/test_submodular.py", "contexts/test_choices.py",
+        "experiments/test_after_prompt.py",
         "experiments/test_batch.py", "experiments/test_bench.py", "experiments/test_conversations.py",
         "experiments/test_measure.py", "experiments/test_run.py", "experiments/test_tune.py",
-        "generation/test_multiple_choice.py", "generation/test_score_continuation.py", "generation/test_text.py",
+        "generation/test_score_continuation.py", "generation/test_text.py",
         "laws/test_large_numbers.py", "laws/test_worked_examples.py", "lm_eval/test_runner.py",
         "lm_eval/test_stops.py", "models/test_stories.py", "policies/test_heads.py", "policies/test_layers.py",
         "serve/test_clients.py", "serve/test_connections.py", "serve/test_hostile.py", "serve/test_prefix.py",
