@@ -18,7 +18,7 @@ from kvjax.errors import InputError, PolicyError, shown
 from kvjax.generation.context import Context, Made, Span, turn_of
 from kvjax.inputs import check_batch, check_one_row
 from kvjax.models.config import DecoderConfig
-from kvjax.models.digest import model_digest
+from kvjax.models.digest import ParameterKey
 from kvjax.models.model import Model
 from kvjax.units import size
 
@@ -30,14 +30,14 @@ class _Kind(NamedTuple):
     """The model and the cache of contexts.
 
     Attributes:
-      digest: of the parameters, calibrations included.
+      parameters: the arrays, calibrations included.
       config: the decoder.
       spec: policy, storage and selection.
       dtype: of the model.
       mesh: the sizes of its axes.
     """
 
-    digest: str
+    parameters: ParameterKey
     config: DecoderConfig
     spec: CacheSpec
     dtype: str
@@ -47,8 +47,8 @@ class _Kind(NamedTuple):
 class PrefixStore:
     """Contexts of one row by model, cache, tokens and boundaries, with at most `max_bytes` bytes of arrays.
 
-    When there is no room, the least recently used context is dropped. A context in the store must not be donated. The
-    store is safe to use from several threads.
+    When there is no room, the least recently used context of the namespace with the most bytes is dropped. A context in
+    the store must not be donated. The store is safe to use from several threads.
 
     Attributes:
       max_bytes: the most bytes of all arrays of its contexts.
@@ -129,7 +129,8 @@ class PrefixStore:
           namespace: whose context it is; lookups of others do not find it.
 
         Returns:
-          Whether the store has it. It has none that is larger than the store.
+          Whether the store has it. A context is not added if it is larger than the store, or than the part of it that
+          is not held by namespaces of no more than an equal share.
 
         Raises:
           InputError: it is no context, or has several rows; its tokens or its cache are not known; its keys depend on
@@ -225,7 +226,7 @@ class PrefixStore:
         return kinds[0] if kinds else None
 
 
-_kinds = weakref.WeakKeyDictionary[Made, _Kind]()  # a digest takes a moment
+_kinds = weakref.WeakKeyDictionary[Made, _Kind]()  # which is then found by identity
 
 
 def _kind(made: Made) -> _Kind:
@@ -234,7 +235,7 @@ def _kind(made: Made) -> _Kind:
         model = made.model
         mesh = () if model.mesh is None else tuple(model.mesh.shape.items())
         found = _kinds[made] = _Kind(
-            model_digest(model.params), model.config, made.spec, str(model.dtype), mesh
+            ParameterKey(model.params), model.config, made.spec, str(model.dtype), mesh
         )  # fmt: skip
     return found
 

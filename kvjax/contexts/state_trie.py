@@ -1,7 +1,11 @@
-"""A bounded trie of states by the tokens that they are of; the least recently used ones are dropped."""
+"""A bounded trie of states by the tokens that they are of; the least recently used ones are dropped.
+
+Of several namespaces, the one with the most bytes loses states first, so that one client cannot take all the room.
+"""
 
 import collections
 import dataclasses
+import itertools
 import threading
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
@@ -61,12 +65,15 @@ class StoreCounts:
 
 
 class _Node:
-    """A point in a trie, after `tokens` from its parent's. Nodes without states have several children."""
+    """A point in a trie, after `tokens` from its parent's. Nodes without states have several children.
 
-    __slots__ = ("children", "parent", "states", "tokens")
+    A root is removed by its own key, since the keys of its states are equal to it only while the parameters exist.
+    """
 
-    def __init__(self, tokens: np.ndarray, parent: "_Node | None") -> None:
-        self.tokens, self.parent = tokens, parent
+    __slots__ = ("children", "key", "parent", "states", "tokens")
+
+    def __init__(self, tokens: np.ndarray, parent: "_Node | None", key: Key | None = None) -> None:
+        self.tokens, self.parent, self.key = tokens, parent, key
         self.children: dict[int, _Node] = {}
         self.states: dict[Hashable, State] = {}
 
@@ -89,6 +96,7 @@ class State:
     value: Any
     nbytes: int
     _node: _Node | None = None
+    _used_at: int = 0
 
 
 class StateTrie:
@@ -96,6 +104,10 @@ class StateTrie:
 
     It is safe to use from several threads. Tokens lie in a radix tree for each key, so that a lookup takes time by the
     number of its tokens, whatever the number of states.
+
+    When there is no room, the namespace with the most bytes loses its least recently used state; of several with as
+    many, the one whose state was used the longest ago. A namespace with no more than an equal share of the bytes thus
+    keeps its states, whatever the others add, and a new state may be the one that is dropped.
 
     Attributes:
       max_bytes: the most bytes of all states.
@@ -105,7 +117,9 @@ class StateTrie:
         self.max_bytes = max_bytes
         self._lock = threading.RLock()
         self._roots: dict[Key, _Node] = {}
-        self._used: collections.OrderedDict[int, State] = collections.OrderedDict()  # by id; the last one used last
+        # By namespace, and then by id, the last one used last.
+        self._used: dict[Namespace, collections.OrderedDict[int, State]] = {}
+        self._clock = itertools.count(1)
         self._counts: dict[Namespace, StoreCounts] = {}
         self._nbytes = 0
 
@@ -131,27 +145,32 @@ class StateTrie:
         """Adds a state, unless there is one of the same key, tokens and label, which becomes the last one used.
 
         Returns:
-          Whether the state is in the trie; it is not if it has more than `max_bytes` bytes.
+          Whether the state is in the trie; it is not if there is no room for it.
         """
         if nbytes > self.max_bytes:
             return False
         with self._lock:
             node = self._node(key, tokens)
             if (known := node.states.get(label)) is not None:
-                self._used.move_to_end(id(known))
+                self._touch(known)
                 return True
             made = State(key, tokens, label, value, nbytes, node)
-            node.states[label] = self._used[id(made)] = made
+            own = self._used.setdefault(key.namespace, collections.OrderedDict())
+            node.states[label] = own[id(made)] = made
+            self._touch(made)
             self._count(key, states=1, nbytes=nbytes)
             while self._nbytes > self.max_bytes:
-                self.remove(next(iter(self._used.values())))
-            return True
+                self.remove(self._next_dropped())
+            return id(made) in own
 
     def remove(self, state: State) -> None:
         """Removes a state, if it is still there."""
         with self._lock:
-            if self._used.pop(id(state), None) is None:
+            own = self._used.get(state.key.namespace)
+            if own is None or own.pop(id(state), None) is None:
                 return
+            if not own:
+                del self._used[state.key.namespace]
             node = state._node
             assert node is not None
             del node.states[state.label]
@@ -161,7 +180,8 @@ class StateTrie:
                 node = node.parent
             if node.parent is None:
                 if not node.children and not node.states:
-                    del self._roots[state.key]
+                    assert node.key is not None
+                    del self._roots[node.key]
             elif not node.states and len(node.children) == 1:
                 _join_child(node)
 
@@ -189,8 +209,8 @@ class StateTrie:
         """Counts a hit; the state becomes the last one used."""
         with self._lock:
             self._count(state.key, hits=1, saved_tokens=saved_tokens)
-            if id(state) in self._used:
-                self._used.move_to_end(id(state))
+            if id(state) in self._used.get(state.key.namespace, ()):
+                self._touch(state)
 
     def miss(self, namespace: Namespace) -> None:
         """Counts a lookup that has found nothing."""
@@ -200,8 +220,18 @@ class StateTrie:
     def clear(self) -> None:
         """Removes all states."""
         with self._lock:
-            for state in list(self._used.values()):
+            for state in [state for own in self._used.values() for state in own.values()]:
                 self.remove(state)
+
+    def _touch(self, state: State) -> None:
+        """Makes a state the last one used."""
+        self._used[state.key.namespace].move_to_end(id(state))
+        state._used_at = next(self._clock)
+
+    def _next_dropped(self) -> State:
+        most = max(self.counts(namespace).nbytes for namespace in self._used)
+        first = (next(iter(own.values())) for name, own in self._used.items() if self.counts(name).nbytes == most)
+        return min(first, key=lambda state: state._used_at)
 
     def _count(self, key: Key, **changes: int) -> None:
         self._nbytes += changes.get("nbytes", 0)
@@ -220,7 +250,7 @@ class StateTrie:
 
     def _node(self, key: Key, tokens: np.ndarray) -> _Node:
         """Returns the node of tokens, which is made if there is none."""
-        node = self._roots.setdefault(key, _Node(np.zeros(0, np.int32), None))
+        node = self._roots.setdefault(key, _Node(np.zeros(0, np.int32), None, key))
         while len(tokens):
             child = node.children.get(int(tokens[0]))
             if child is None:

@@ -1,4 +1,4 @@
-"""The SHA-256 of a model's parameters, which saved caches are recognised by."""
+"""The SHA-256 of a model's parameters, which saved caches are recognised by, and keys that need it seldom."""
 
 import hashlib
 import weakref
@@ -24,6 +24,41 @@ def model_digest(params: PyTree) -> str:
         digest.update(f"{path} {leaf.dtype} {leaf.shape}".encode())
         digest.update(_array_digest(leaf))
     return digest.hexdigest()
+
+
+class ParameterKey:
+    """A key of a model's parameters, equal to another one if all arrays have the same numbers.
+
+    Arrays that are the same object are equal without a digest, so that none is computed as long as there is one model.
+    The key does not keep the arrays: those that are gone are equal to none.
+    """
+
+    def __init__(self, params: PyTree) -> None:
+        named = jax.tree_util.tree_flatten_with_path(params)[0]
+        self._leaves = {jax.tree_util.keystr(path): weakref.ref(leaf) for path, leaf in named}
+        self._hash = hash(frozenset((jax.tree_util.keystr(path), str(leaf.dtype), leaf.shape) for path, leaf in named))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ParameterKey):
+            return NotImplemented
+        if self is other:
+            return True
+        if self._hash != other._hash or self._leaves.keys() != other._leaves.keys():
+            return False
+        pairs = [(leaf(), other._leaves[path]()) for path, leaf in self._leaves.items()]
+        return all(_equal(one, two) for one, two in pairs)
+
+
+def _equal(one: jax.Array | np.ndarray | None, two: jax.Array | np.ndarray | None) -> bool:
+    """Returns whether two arrays have the same numbers; None is one that is gone."""
+    if one is None or two is None:
+        return False
+    if one is two:
+        return True
+    return one.dtype == two.dtype and one.shape == two.shape and _array_digest(one) == _array_digest(two)
 
 
 def _array_digest(leaf: jax.Array | np.ndarray) -> bytes:

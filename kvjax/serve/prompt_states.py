@@ -34,7 +34,7 @@ from kvjax.contexts.rewinding import reason_against
 from kvjax.contexts.state_trie import Key, State, StateTrie
 from kvjax.generation.prefill import GroupBudgets
 from kvjax.generation.program import program
-from kvjax.models.digest import model_digest
+from kvjax.models.digest import ParameterKey
 from kvjax.parallel import host_memory
 from kvjax.policies.traits import compresses_prompts
 from kvjax.serve.chunked_prefill import InBlocks, Prompt, Started
@@ -113,7 +113,7 @@ class PromptStates:
         # number of prompts that run at once, and by the devices that they run on.
         at_once = None if layout is not None else prompts.at_once(1)
         self._kind = (
-            model_digest(model.params), model.config, prompts.spec, layout or prompts.layout, at_once, model.mesh,
+            ParameterKey(model.params), model.config, prompts.spec, layout or prompts.layout, at_once, model.mesh,
         )  # fmt: skip
 
     def _same_whatever_follows(self, group: Group) -> bool:

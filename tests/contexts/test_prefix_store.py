@@ -1,5 +1,9 @@
 """`PrefixStore`: a lookup returns what the text would have had, never what another text has left."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,6 +12,7 @@ from kvjax import CacheSpec, contexts, policies, storage
 from kvjax.contexts.state_trie import Key, StateTrie
 from kvjax.errors import InputError
 from kvjax.generation.context import Span
+from kvjax.models import digest
 from tests.tiny import assert_same_state, kept, random_tokens, tiny
 
 TOKENS = random_tokens(1, 32, seed=11)[0]
@@ -114,7 +119,9 @@ def test_the_least_recently_used_is_dropped():
     assert (len(store), store.nbytes) == (0, 0)
 
 
-def test_namespaces_and_caches_never_meet():
+def test_namespaces_and_caches_never_meet(monkeypatch):
+    digested, hashed = [], digest._hashed
+    monkeypatch.setattr(digest, "_hashed", lambda leaf: digested.append(leaf) or hashed(leaf))
     full, h2o = prefill(policies.full(), 16), prefill(policies.h2o(8), 16)
     store = kvjax.PrefixStore(1 << 30)
     store.add(full, namespace="one")
@@ -125,8 +132,17 @@ def test_namespaces_and_caches_never_meet():
         store.longest(TOKENS, namespace="one")
     assert store.longest(TOKENS[:16], made=h2o.made, namespace="one") is h2o
     assert store.longest(TOKENS, made=full.made, namespace="one") is full
-    other = contexts.prefill(tiny(layers=1, seed=1).model, TOKENS[:16], policies.full(), limits=LIMITS)
-    assert store.longest(TOKENS, made=other.made, namespace="one") is None
+    # Of one model, parameters are compared by identity.
+    assert not digested
+    other, same = (
+        contexts.prefill(each, TOKENS[:16], policies.full(), limits=LIMITS)
+        for each in (
+            tiny(layers=1, seed=1).model,
+            dataclasses.replace(model(), params=jax.tree.map(jnp.copy, model().params)),
+        )
+    )
+    assert store.longest(TOKENS, made=other.made, namespace="one") is None and digested
+    assert store.longest(TOKENS, made=same.made, namespace="one") is full
 
 
 def test_contexts_that_cannot_be_stored():
@@ -191,12 +207,24 @@ def test_the_trie_against_a_list():
             model_of = [*(each for each in model_of if each is not entry), entry]
         else:
             size = int(rng.integers(1, 60))
-            trie.add(key, tokens, None, size)
+            added = trie.add(key, tokens, None, size)
             known = next((each for each in model_of if each[:2] == (key, text)), (key, text, size))
             model_of = [*(each for each in model_of if each is not known), known]
             while sum(each[2] for each in model_of) > most:
-                model_of.pop(0)
+                # The first one of the namespace that has the most bytes.
+                held = [sum(each[2] for each in model_of if each[0].namespace == name) for name in range(2)]
+                at = next(at for at, each in enumerate(model_of) if held[each[0].namespace] == max(held))
+                model_of.pop(at)
+            assert added == (known in model_of)
         assert trie.total().nbytes == sum(each[2] for each in model_of) <= most
+    # One namespace cannot take the room of another one that has an equal part.
+    trie.clear()
+    for number in range(100):
+        trie.add(Key(number // 99, None), np.full(4, number, np.int32), None, 40 if number < 99 else 200)
+    for number in range(100):
+        trie.add(Key(0, None), np.full(5, number, np.int32), None, 40)
+    assert (trie.counts(0).nbytes, trie.counts(1).nbytes) == (200, 200)
+    trie.clear()
     # Whatever is asked, it stays within its bytes.
     for number in range(10_000):
         tokens = rng.integers(0, 8, 40).astype(np.int32)

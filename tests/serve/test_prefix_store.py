@@ -75,7 +75,7 @@ def test_answers_do_not_depend_on_the_store(name):
             assert result.prompt == len(PROMPTS[number])
         if which == "empty":
             assert [each.found for each in given.values()] == found
-            held = [each for each in store.trie._used.values() if each.label[0] == "whole"]
+            held = [each for each in store.trie._used[None].values() if each.label[0] == "whole"]
             if name == "snapkv":
                 # A compressor's slots, without those for new tokens; and the tokens count.
                 assert {each.value.state.layers[0][0].position.shape[2] for each in held} == {12}
