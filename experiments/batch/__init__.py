@@ -19,7 +19,8 @@ Results are written in the order of the requests, each as soon as all before it 
 
 Prompts that begin alike are run one after the other, and what they share is computed once; the program prints how many
 tokens this saves. Answers do not depend on it. Where the state after a beginning depends on what follows, as under many
-policies and storages, only equal prompts share theirs. --prefix_cache=BYTES bounds these states; with 0, none are kept.
+policies and storages, only equal prompts share theirs. --prefix_cache=BYTES bounds these states, by default 1GB; with
+0, none are kept.
 
 If a line cannot be answered, an error with the file name and the line number is printed to stderr, the result is
 {"id": ..., "error": "..."}, and the exit status is 1. If the process is killed, run the same command again to continue:

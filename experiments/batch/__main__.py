@@ -7,6 +7,22 @@ from absl import flags
 import experiments.batch
 from experiments import cli
 from kvjax.errors import ConfigError
+from kvjax.units import parse_size
+
+
+class Size(flags.ArgumentParser):
+    """Reads a number of bytes; see `kvjax.units.parse_size`."""
+
+    syntactic_help = "a number of bytes, such as 4GB"
+
+    def parse(self, argument: str) -> int:
+        try:
+            return parse_size(argument)
+        except ValueError:
+            raise ValueError(f"must be a number of bytes, such as 4GB; got {argument}") from None
+
+    def flag_type(self) -> str:
+        return "bytes"
 
 
 def define(values: flags.FlagValues) -> None:
@@ -24,8 +40,8 @@ def define(values: flags.FlagValues) -> None:
     text("requests", "the file of requests: one JSON object per line")
     text("output", "the file of results; if it is incomplete, the same command continues it")
     whole("rows", 32, "number of requests that are answered at the same time")
-    about = "bytes of memory for the states of prompts, which others that begin alike continue; 0 = none"
-    flags.DEFINE_integer("prefix_cache", 1 << 30, about, 0, flag_values=values)
+    about = "bytes for the states of prompts, such as 4GB, which others that begin alike continue; 0 = none are kept"
+    flags.DEFINE(Size(), "prefix_cache", "1GB", about, flag_values=values)
     whole("new_tokens", None, "default max_new_tokens of a request; if not given, that of the checkpoint, or 256")
     whole("longest_prompt", None, "largest number of tokens of a prompt; default: that of the longest in the file")
     whole("most_new_tokens", None, "largest max_new_tokens of a request; default: the largest in the file")

@@ -64,7 +64,7 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
         asked = [*requests.read(given, model, defaults)]
         limits = limits_for(asked, model, values)
         config.data = DataConfig(num_sequences=values.rows, prompt_length=limits.prompt, new_tokens=limits.new_tokens)
-        check_fit(config)
+        check_fit(config, stored=values.prefix_cache)
         if PRODUCTS in journal.notes:
             # Products are rounded as in the call that was killed.
             kvjax.products.use_timings(journal.notes[PRODUCTS])

@@ -32,26 +32,34 @@ class Fit(NamedTuple):
     cache: int
     available: int
     where: str
+    stored: int = 0
 
     @property
     def fits(self) -> bool:
-        return self.weights + self.cache <= USABLE * self.available
+        return self.weights + self.cache + self.stored <= USABLE * self.available
 
     def __str__(self) -> str:
+        stored = f" and {self.stored / GB:,.1f} GB for the states of prompts" if self.stored else ""
         return (
-            f"it needs {self.weights / GB:,.1f} GB for weights and {self.cache / GB:,.1f} GB for the largest cache; "
-            f"{self.where} has {self.available / GB:,.1f} GB"
+            f"it needs {self.weights / GB:,.1f} GB for weights and {self.cache / GB:,.1f} GB for the largest cache"
+            f"{stored}; {self.where} has {self.available / GB:,.1f} GB"
         )
 
 
 def fit(
-    config: DecoderConfig, dtype: DTypeLike, *, cache: int, mesh: str = "", codes: WeightCodes | None = None
+    config: DecoderConfig,
+    dtype: DTypeLike,
+    *,
+    cache: int,
+    stored: int = 0,
+    mesh: str = "",
+    codes: WeightCodes | None = None,
 ) -> Fit:
     """Compares a model with this machine, before anything is allocated.
 
     Args:
-      dtype: of the weights; cache: bytes of the largest cache that will be held; mesh: as in a config; codes: what the
-        weights are quantised to.
+      dtype: of the weights; cache: bytes of the largest cache that will be held; stored: bytes of states that are kept
+        besides; mesh: as in a config; codes: what the weights are quantised to.
 
     Raises:
       ConfigError: a mesh that this machine does not have.
@@ -64,12 +72,16 @@ def fit(
     if all(limits):
         kind, least = devices[0].device_kind, int(distributed.from_all(np.int64(min(limits, default=0))).min())
         return Fit(
-            weights, cache, least * len(devices), f"{len(devices)} {kind}s" if len(devices) > 1 else f"the {kind}"
+            weights,
+            cache,
+            least * len(devices),
+            f"{len(devices)} {kind}s" if len(devices) > 1 else f"the {kind}",
+            stored,
         )
     # All processes come to the same answer.
     every = distributed.from_all(np.int64(host_memory()))
     where = "this machine's free memory" if len(every) == 1 else f"the free memory of {len(every)} processes"
-    return Fit(weights, cache, int(every.min()) * len(every), where)
+    return Fit(weights, cache, int(every.min()) * len(every), where, stored)
 
 
 def host_memory() -> int:

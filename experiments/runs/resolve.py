@@ -90,8 +90,12 @@ def baseline_error(name: str, error: KvjaxError) -> KvjaxError:
     return type(error)(f"baseline {name!r}: {error} (baselines are set by --config.baselines=full,...)")
 
 
-def check_fit(config: ExperimentConfig) -> None:
+def check_fit(config: ExperimentConfig, *, stored: int = 0) -> None:
     """Refuses, before anything is allocated, what cannot work and a model that this machine cannot hold.
+
+    Args:
+      config: an experiment.
+      stored: bytes of the states of prompts that are kept besides the cache.
 
     Raises:
       KvjaxError: a policy, a storage and a selection that do not go together, or not with this model.
@@ -113,7 +117,7 @@ def check_fit(config: ExperimentConfig) -> None:
         layouts = [layout_of(config, CacheSpec(full()), decoder, max(len(config.data.prompt.encode()), 1))]
     cache = max(max_cache_bytes(layout, rows) for layout in layouts)
     codes = codes_of(config.model)
-    fit = machine.fit(decoder, dtype, cache=cache, mesh=config.mesh, codes=codes)
+    fit = machine.fit(decoder, dtype, cache=cache, stored=stored, mesh=config.mesh, codes=codes)
     if not fit.fits:
         held = f"{dtype}, weights {codes.name}," if codes else str(dtype)
         raise CannotRun(f"{model_name(config.model)} does not fit: in {held} {fit}.")

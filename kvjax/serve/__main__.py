@@ -83,8 +83,9 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
     "requests": {
         "prefix-cache": (
-            "bytes for the states of prompts, such as 4GB: what prompts of an API key have in common is computed once; "
-            "0 = none; else 1GB where blocks of a prompt do not change what is kept of it, otherwise 0",
+            "bytes for the states of prompts, such as 4GB, so that what prompts of an API key have in common is "
+            "computed once; 0 = none are kept; without it 1GB, or 0 if the policy evicts after each block of a prompt "
+            "or the storage is not exact",
             {"type": _size, "metavar": "BYTES"},
         ),
         "rows": ("requests that are answered at the same time", {"type": int, "default": 8}),
@@ -98,8 +99,8 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             {"choices": ("fcfs", "priority"), "default": "fcfs"},
         ),
         "swap-bytes": (
-            "bytes of host memory for requests that lose their rows to others; 0 = none does",
-            {"type": int, "default": 4 << 30},
+            "bytes of host memory for the rows that requests lose to others, such as 500MB; 0 = none loses its row",
+            {"type": _size, "default": "4GB", "metavar": "BYTES"},
         ),
         "prompt": ("the largest number of tokens of a prompt", {"type": int, "default": 2048}),
         "new-tokens": ("the largest number of new tokens of a request", {"type": int, "default": 1024}),

@@ -14,7 +14,7 @@ from kvjax.serve.decode_loop import Rows
 from kvjax.serve.intake import Job
 from kvjax.serve.swap import row_bytes, swap_out
 
-SWAP_BYTES = 4 << 30  # of host memory, unless the caller gives another number
+SWAP_BYTES = 4 * 10**9  # of host memory, unless the caller gives another number
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

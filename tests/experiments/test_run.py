@@ -270,6 +270,8 @@ def test_a_run_fits_if_its_slots_do(monkeypatch, policy, needed):
         monkeypatch.setattr(machine, "host_memory", lambda room=room: math.ceil((weights + room) / machine.USABLE))
         if fits:
             resolve.check_fit(config)
+            with pytest.raises(resolve.CannotRun, match=r"and 0\.1 GB for the states of prompts"):
+                resolve.check_fit(config, stored=10**8)
         else:
             with pytest.raises(resolve.CannotRun):
                 resolve.check_fit(config)

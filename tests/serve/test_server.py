@@ -31,6 +31,7 @@ from kvjax.serve import __main__ as command  # noqa: E402
 from kvjax.serve import address, bodies, listening, program  # noqa: E402
 from kvjax.serve import app as pages  # noqa: E402
 from kvjax.serve.engine import Engine  # noqa: E402
+from kvjax.serve.preemption import SWAP_BYTES  # noqa: E402
 from kvjax.serve.protocol import ApiError, ServerInfo  # noqa: E402
 
 WAIT = 300  # seconds, where programs are compiled beside other tests
@@ -424,6 +425,8 @@ def test_bytes_of_the_prefix_cache():
     def given(*flags):
         return command.parser().parse_args(["--model=kvjax-tiny", *flags]).prefix_cache
 
+    parsed = command.parser().parse_args(["--model=kvjax-tiny"])
+    assert parsed.swap_bytes == SWAP_BYTES and "(default 4GB)" in command.parser().format_help()
     sizes = {"0": 0, "4096": 4096, "2GB": 2 * 10**9, "1.5 MB": 1_500_000, "3k": 3000}
     assert given() is None and {text: given(f"--prefix-cache={text}") for text in sizes} == sizes
     for wrong in ("-1", "much", "2GiB", "nan"):
