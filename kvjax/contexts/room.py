@@ -27,7 +27,7 @@ from kvjax.models import layer_loop
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.allocation import Shared
-from kvjax.policies.traits import appended_one_by_one, compresses_prompts, refuses_turns
+from kvjax.policies.traits import appended_one_by_one, compresses_prompts, protected_slots, refuses_turns
 from kvjax.storage.layouts import Tiers
 
 STEP = 256  # slots; larger arrays have a multiple of it
@@ -201,7 +201,7 @@ def with_room_to_share(context: Context, fewest: int) -> Context:
             return after
         slots, left = after.shares
         heads = layout.kv_heads if after.heads is None else len(after.heads)
-        more = budget.widest_after(min(before.policy.scope.count(slots), fewest), slots, heads) - left
+        more = budget.widest_after(min(protected_slots(before.policy, slots), fewest), slots, heads) - left
         if more <= 0:
             return after
         unit = _unit(after)

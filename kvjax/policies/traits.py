@@ -210,6 +210,11 @@ def compresses_prompts(policy: Evict) -> bool:
     return policy.when == "prompt_end"
 
 
+def protected_slots(policy: Evict, budget: int) -> int:
+    """Returns the number of slots that the scope of a policy protects under a budget of `budget` slots."""
+    return policy.scope.count(budget)
+
+
 #: Importances that are defined for what is left of earlier turns and a further one.
 OF_TURNS = (KeyDifference, LowNorm, Mass, ObservationWindow)
 
