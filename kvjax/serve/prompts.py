@@ -26,8 +26,8 @@ from kvjax.serve.chunked_prefill import InBlocks, Prompt, Started
 AUTO = "auto"
 AUTO_BLOCK = 512  # tokens of a block, where blocks do not change what is kept
 #: The same where beginnings of prompts are stored, which are found in whole blocks: of smaller ones, less is computed
-#: again, and a prompt of which nothing is found may cost more. On a CPU, 768 tokens of kvjax-tiny cost 361 ms of CPU time
-#: in blocks of 64, and 337 in one. On other devices nothing was measured.
+#: again, and a prompt of which nothing is found may cost more. On a CPU, 768 tokens of kvjax-tiny cost 361 ms of CPU
+#: time in blocks of 64, and 337 in one. On other devices nothing was measured.
 STORED_BLOCK = {"cpu": 64}
 STORED_BLOCK_ELSEWHERE = 256
 AT_ONCE = 512  # tokens of short prompts that are run together, padding included
