@@ -415,7 +415,7 @@ def test_states_of_prompts_belong_to_a_key(model):
         one, two = map(counts, keys)
         assert (one["hits"], one["misses"], one["found_tokens"], one["states"]) == (1, 2, length, 2)
         assert (two["hits"], two["misses"], two["found_tokens"], two["states"]) == (0, 1, 0, 1)
-        assert one["bytes"] == 2 * two["bytes"] > 0
+        assert one["bytes"] > two["bytes"] > 0
         assert counts(None) == counts(b"three") == {"max_bytes": 1 << 24}
         # Neither does what all have sent say which of it was found.
         assert server.health()["prompt_tokens"] == 3 * length + len(model.tokenizer.encode(PROMPTS[2]))
