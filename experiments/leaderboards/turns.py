@@ -21,10 +21,10 @@ Scores by turn of questions about one context, of 100, with 95 % intervals by th
 is the mean of all turns but the first, less the first, context by context. *Slots held* is what a KV head holds when it
 answers, of what the full cache holds. *Kilobytes* are those of the arrays of a context, which have room for the whole
 conversation. *Recomputed* is the number of tokens of a context that go through the model more than once, because each
-question has a prompt of its own."""
+question is asked in a separate prompt."""
 ABOUT_MODES = """\
-The mean of all turns but the first in each mode, and its difference from that of the same questions with prompts of
-their own (`single`), context by context."""
+The mean of all turns but the first in each mode, and its difference from that of the same questions in separate
+prompts (`single`), context by context."""
 
 
 def turns_of(scores: Mapping[str, Any]) -> JsonObject:

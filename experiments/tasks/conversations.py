@@ -2,7 +2,7 @@
 
   multi_turn     question, answer, next question, all in one context; the first question is a part of the first prompt
   multi_request  each question after a copy of the cache of the context alone
-  single         each question with a prompt of its own: the context, and the question
+  single         each question in a separate prompt, after the context
 
 A method that compresses prompts sees a question of `single` and the first one of `multi_turn` before it compresses, and
 none of `multi_request`. A later question of `multi_turn` is asked of what was kept for the first one.
@@ -117,8 +117,8 @@ class Conversations(Asked):
     Scores: ``score``, the mean over all turns, and ``turn 1``, ``turn 2``, ...; the means of `parts`, if there are any;
     and `SAME`, the share of answers that are the full cache's own. Besides, means over questions, or over contexts: the
     slots that a KV head holds when it answers, of those of the full cache (`HELD`, in percent); the `BYTES` of arrays
-    of a context; and `RECOMPUTED`, the tokens of a context that go through the model again because a question has a
-    prompt of its own.
+    of a context; and `RECOMPUTED`, the tokens of a context that go through the model again because each
+    question is asked in a separate prompt.
 
     Attributes:
       conversations: the contexts.
@@ -154,7 +154,7 @@ class Conversations(Asked):
         return max(len(each.turns) for each in self.conversations)
 
     def ask(self, runner: Runner, tokenizer: Tokenizer, wanted: Sequence[int], done: Done) -> None:
-        # Of all contexts and not only of those that are wanted, so that a run that is continued has the same sizes.
+        # The largest of all contexts, wanted or not, so that a run that is resumed compiles the same sizes.
         following = bucket(max(each.following for each in self.conversations))
         for part in batches([*wanted], runner.rows, lambda number: bucket(self.conversations[number].longest)):
             asked = [self.conversations[number] for number in part]

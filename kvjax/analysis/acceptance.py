@@ -78,8 +78,8 @@ def acceptance(
 ) -> Acceptance:
     """Compares a draft's probabilities of each token with those of the full cache, by teacher forcing.
 
-    It measures the quality of any policy. Of a draft with a cache of its own, greedy, it predicts which tokens each
-    round of `kvjax.speculation.speculate` accepts.
+    It measures the quality of any policy. For greedy drafts of `kvjax.speculation.own`, it predicts
+    which tokens each round of `kvjax.speculate` accepts.
 
     Args:
       model: from `kvjax.load`.

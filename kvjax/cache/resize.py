@@ -4,15 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import store_order
-from kvjax.cache.arrangements import ARRANGEMENTS
 from kvjax.cache.arrangements.base import PromptSlots
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import constrain, constrain_slots, empty_stats, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot
 from kvjax.parallel.host_memory import pad
-from kvjax.storage.base import UNROTATED
-from kvjax.storage.layouts import SingleSlots, Tiers
-from kvjax.storage.side import PROMPT
 
 Array = jax.Array
 
@@ -29,18 +25,9 @@ def refuses(before: Group, after: Group) -> str | None:
     """
     if before.memory != after.memory:
         return f"policy {after.policy.name} has a memory whose size is that of the prompt"
-    if before.arrangement is after.arrangement and not _begins_to_encode(before, after):
+    if _same_format(before, after):
         return after.arrangement.refuses_resize(before, after)
-    storage, layout = after.storage, after.storage.layout
-    if storage.sides_of(PROMPT):
-        return f"storage {storage.label} encodes nothing of so few tokens, and makes its scales when the prompt ends"
-    if isinstance(layout, Tiers):
-        alike = before.storage == layout.high and before.storage.exact
-        return None if alike else f"storage {storage.label} holds fewer tokens in another form"
-    exact = before.storage.exact and not before.storage.on_host and len(before.slots) == 1
-    if storage.sides or storage.frame == UNROTATED or not exact or not before.selection.reads_all:
-        return f"storage {storage.label} encodes nothing of so few tokens"
-    return None
+    return after.arrangement.refuses_start(before, after)
 
 
 def holds_single_slots(group: Group) -> bool:
@@ -48,9 +35,9 @@ def holds_single_slots(group: Group) -> bool:
     return not (group.arrangement.sized_by_extent or group.storage.on_host) and group.selection.reads_all
 
 
-def _begins_to_encode(before: Group, after: Group) -> bool:
-    """Returns whether a storage of single slots encodes tokens in arrays of more slots only."""
-    return after.arrangement is ARRANGEMENTS[SingleSlots] and before.storage != after.storage
+def _same_format(before: Group, after: Group) -> bool:
+    """Returns whether two groups hold slots in the same form."""
+    return before.arrangement is after.arrangement and after.arrangement.same_format(before, after)
 
 
 def resized(layer: LayerKV, before: Group, after: Group, length: Array, *, fresh: bool = False) -> LayerKV:
@@ -75,13 +62,11 @@ def resized(layer: LayerKV, before: Group, after: Group, length: Array, *, fresh
     if before.slots == after.slots and before.storage == after.storage:
         return layer
     per_slot = PerSlot(layer.stats, {name: layer.index[name] for name in after.selection.per_slot})
-    if before.arrangement is after.arrangement and not _begins_to_encode(before, after):
+    if _same_format(before, after):
         made = _moved(layer, per_slot, before, after)
-    elif isinstance(after.storage.layout, Tiers):
-        made = _with_low_tier(layer, after)
     else:
-        # As at the end of a prompt, whose tokens are exact until then.
-        made, own = after.arrangement.convert(PromptSlots(layer, per_slot, after, length, layer.sides, in_place=False))
+        slots = PromptSlots(layer, per_slot, after, length, layer.sides, in_place=False)
+        made, own = after.arrangement.start(slots)
         made = made.replace(stats=own.stats, index=layer.index | own.index)
     return constrain_slots(made, after.per_head) if after.slot_axes else constrain(made)
 
@@ -118,17 +103,6 @@ def _moved(layer: LayerKV, per_slot: PerSlot, before: Group, after: Group) -> La
     index = _index(layer, after) | own.index
     position = store_order.joined(positions, layer.parts)
     return layer.replace(position=position, stores=stores, stats=own.stats, index=index)
-
-
-def _with_low_tier(layer: LayerKV, after: Group) -> LayerKV:
-    """Returns slots of which none has been evicted in arrays with a second tier."""
-    (low, _), _ = after.arrangement.empty(after, slots_of(layer.position)[:2], layer.dim, layer.value.dtype)
-    first, slots = after.slots
-    high, stats = jax.tree.map(lambda leaf: pad(leaf, slots), (layer.stores[0], layer.stats))
-    # [B, K, low]
-    empty = jnp.full((*layer.position.shape[:2], first), EMPTY, jnp.int32)
-    position = jnp.concatenate([empty, pad(layer.position, slots, EMPTY)], axis=2)
-    return layer.replace(position=position, stores=(low, high), stats=stats)
 
 
 def _index(layer: LayerKV, after: Group) -> dict[str, Array]:

@@ -11,6 +11,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.arrangements import arrangement_of
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import positions_of
 from kvjax.cache.planning.layout import CacheLayout
@@ -28,7 +29,6 @@ from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.allocation import Shared
 from kvjax.policies.traits import appended_one_by_one, compresses_prompts, protected_slots, refuses_turns
-from kvjax.storage.layouts import Tiers
 
 STEP = 256  # slots; larger arrays have a multiple of it
 BY_LENGTH = ("dynamic", "longrope")  # scalings of RoPE that depend on the tokens to come
@@ -81,8 +81,10 @@ def _missing(context: Context, fed: np.ndarray) -> int:
                 continue
             if after.selection.bound(after.queries, 0) != after.selection.bound(after.queries, 1):
                 missing.append(int((length - prompt + fed).max()) - sizes.following)
-            # Of fewer tokens than a budget, all are held, and none is in a low tier.
-            if after.evicts and (after.capacity >= sizes.total or isinstance(made.spec.storage.layout, Tiers)):
+            # A text that is shorter than a budget is held whole, so arrays for it have too few slots, and no place for
+            # what a longer one evicts.
+            holds_victims = arrangement_of(made.spec.storage).holds_victims
+            if after.evicts and (after.capacity >= sizes.total or holds_victims):
                 missing.append(int((length + fed).max()) - sizes.total)
     return max(missing)
 

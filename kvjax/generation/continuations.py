@@ -21,7 +21,7 @@ def takes_blocks(phase: Phase) -> bool:
 
 
 def without_step_kernels(phase: Phase) -> Phase:
-    """Returns the phase without kernels that take one token a row."""
+    """Returns the phase without kernels that take one token of each row."""
     return tuple(
         tuple(dataclasses.replace(group, step_implementation=None, attn_implementation="xla") for group in layer)
         for layer in phase

@@ -191,7 +191,7 @@ class Shared(Derived):
         open_to = live if self.max_share is None else largest(score, open_position, share)
         # The lower head wins ties, then the newer slot: the heads are joined to one row in that order.
         head = jnp.arange(heads, dtype=jnp.int32)[:, None]
-        # Of a prompt, positions are below the number of slots; of a later turn, they need not be.
+        # Positions of a prompt are below the number of slots; those of a later turn may be larger.
         stride = jnp.maximum(size, jnp.max(position) + 1)
         order = jnp.where(protected | safe | ~open_to | short, -1, position + (heads - 1 - head) * stride)
         taken = largest(score.reshape(batch, -1), order.reshape(batch, -1), rest)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from kvjax.contexts.prefix_store import PrefixStore
 from kvjax.errors import InputError
 from kvjax.serve.clients import Client, FairQueue
+from kvjax.serve.counts import Counts, Load
 from kvjax.serve.request import Progress, Request, Result
-from kvjax.serve.runner import Counts, Load, Runner
+from kvjax.serve.runner import Runner
 from kvjax.serve.text_stream import TextStream, TokenText
 
 SHARED = Client()  # who sends requests of which nothing is known

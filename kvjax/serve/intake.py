@@ -151,7 +151,7 @@ class Intake:
         return max(self._ready, key=lambda each: each.job.request.priority, default=None)
 
     def _are_ready(self, wanted: int) -> bool:
-        """Whether so many prompts are ready that go before the next one that waits, or one more in all.
+        """Whether `wanted` prompts are ready that go before the next one that waits, or `wanted` + 1 in all.
 
         Without the second limit, requests of ever higher priorities would each add a state.
         """

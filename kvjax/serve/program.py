@@ -24,7 +24,7 @@ from kvjax.serve.runner import Runner
 from kvjax.storage.calibration import load_calibration
 
 PRIORITY = "priority"  # of --scheduling-policy
-WARM_UP = object()  # whose states those of warm-up are: nobody's
+WARM_UP = object()  # the namespace of warm-up, so that no client finds its states
 PREFIX_CACHE = 10**9  # bytes of the states of prompts, unless a flag says otherwise
 
 

@@ -31,6 +31,7 @@ from kvjax.policies.base import Policy
 from kvjax.selection.base import Selection
 from kvjax.serve import decode_loop
 from kvjax.serve import prefix as prefixes
+from kvjax.serve.counts import Counts, Load
 from kvjax.serve.intake import Intake, Job
 from kvjax.serve.preemption import SWAP_BYTES, SwapSpace, order, preempted_row, yields_to
 from kvjax.serve.prompt_states import PromptStates
@@ -53,56 +54,6 @@ Array = jax.Array
 TOKENS_PER_READ = CHUNK  # row-steps of a chunk before idle rows end it: the host reads at most once per so many tokens
 FIRST_STEPS = 1  # of the chunk that chooses the first tokens of a request for which somebody waits
 TURN_TOKENS = 2048  # tokens of prompts, padding included, that are run between two chunks while rows decode
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """The load of a runner.
-
-    Attributes:
-      rows: its rows.
-      running: requests in rows.
-      waiting: requests that have no row.
-      swapped: those of them that had one, which a request of a higher priority has taken.
-      swapped_bytes: bytes of their states in host memory.
-    """
-
-    rows: int
-    running: int
-    waiting: int
-    swapped: int = 0
-    swapped_bytes: int = 0
-
-
-@dataclasses.dataclass
-class Counts:
-    """Counts of a runner since it started. Rates are quotients of differences of two of these.
-
-    Attributes:
-      requests: requests that have ended, those cancelled included.
-      not_finite: those of them that ended since a log-probability was not finite.
-      tokens: new tokens of requests.
-      steps: decoding steps, each of all rows.
-      row_steps: steps times rows.
-      useful_row_steps: steps of rows that had a request which went on.
-      reads: times that the host has waited for the device.
-      prompt_tokens: tokens of prompts that were run, or found in the prefix store.
-      found_tokens: those of them that were found.
-      preemptions: times that a request has lost its row to one of a higher priority.
-      swapped_bytes: bytes that these have moved to host memory; as many move back.
-    """
-
-    requests: int = 0
-    not_finite: int = 0
-    tokens: int = 0
-    steps: int = 0
-    row_steps: int = 0
-    useful_row_steps: int = 0
-    reads: int = 0
-    prompt_tokens: int = 0
-    found_tokens: int = 0
-    preemptions: int = 0
-    swapped_bytes: int = 0
 
 
 @dataclasses.dataclass

@@ -21,7 +21,7 @@ from kvjax.training.setup import Setup, calibration_of
 
 #: Weights of the squared norm of a kernel, relative to the mean variance of a feature, of which the best is taken.
 RIDGES = tuple(10.0**exponent for exponent in range(-8, 2))
-VALIDATION = 5  # one of so many batches chooses the ridge
+VALIDATION = 5  # the ridge is chosen on every fifth batch
 
 
 class Moments(NamedTuple):

@@ -20,7 +20,7 @@ FED = {
     "codes on the host": CacheSpec(policies.snapkv(8, window=4), storage.int8(residual=4, memory="host")),
     "segments": CacheSpec(policies.full(), storage.zipcache(window=8)),
     "pages": CacheSpec(policies.full(), selection=selection.quest(4, 16, first_layer=0)),
-    # Of fewer tokens than these, nothing is evicted or encoded.
+    # Shorter texts are held whole, and exactly.
     "a low tier": CacheSpec(policies.h2o(30), storage.mikv(2, group=8, balance=False)),
     "blocks": CacheSpec(policies.full(), storage.kivi(2, group=32, residual=32)),
 }

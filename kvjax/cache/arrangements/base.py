@@ -13,8 +13,8 @@ from kvjax.cache.state import LayerKV, PerSlot, Store
 from kvjax.parallel.host_memory import pad
 from kvjax.selection.base import Selection
 from kvjax.storage import store as held
-from kvjax.storage.base import Storage
-from kvjax.storage.side import Sides
+from kvjax.storage.base import UNROTATED, Storage
+from kvjax.storage.side import PROMPT, Sides
 
 if TYPE_CHECKING:
     from kvjax.cache.groups import ArraySizes, Group
@@ -248,6 +248,12 @@ class Arrangement:
         """
         raise NotImplementedError(f"{type(self).__name__} needs a `convert`")
 
+    # Arrays of other sizes
+
+    def same_format(self, before: "Group", after: "Group") -> bool:
+        """Returns whether two groups of this arrangement hold a slot in the same form, whatever their sizes."""
+        return True
+
     def refuses_resize(self, before: "Group", after: "Group") -> str | None:
         """Returns why slots cannot be moved to the arrays of `after`, which has room for more tokens; None if they can.
 
@@ -269,6 +275,33 @@ class Arrangement:
             jax.tree.map(lambda leaf, slots=slots: pad(leaf, slots), store)
             for store, slots in zip(layer.stores, after.slots, strict=True)
         )
+
+    def refuses_start(self, before: "Group", after: "Group") -> str | None:
+        """Returns why `start` cannot take the slots of `before`, or None if it can.
+
+        Args:
+          before: a group of heads in another format.
+          after: the same heads, of this arrangement.
+        """
+        label = after.storage.label
+        if after.storage.sides_of(PROMPT):
+            return f"storage {label} encodes nothing of so few tokens, and makes its scales when the prompt ends"
+        exact = before.storage.exact and not before.storage.on_host and len(before.slots) == 1
+        if after.storage.sides or after.storage.frame == UNROTATED or not exact or not before.selection.reads_all:
+            return f"storage {label} encodes nothing of so few tokens"
+        return None
+
+    def start(self, slots: PromptSlots) -> tuple[LayerKV, PerSlot]:
+        """Moves slots into this arrangement that were held in another format, because the text was too short for it.
+
+        Args:
+          slots: in the other format, which `refuses_start` accepts.
+
+        Returns:
+          See `convert`.
+        """
+        # As at the end of a prompt, whose tokens are exact until then.
+        return self.convert(slots)
 
     # What neighbouring layers hold together
 

@@ -43,6 +43,10 @@ class SlotArrangement(Arrangement):
     sized_by_extent = False
     codes_readable = True
 
+    def same_format(self, before: "Group", after: "Group") -> bool:
+        # In fewer slots than are exact or wait to be encoded, slots of a storage are those of another one.
+        return before.storage == after.storage
+
     def stores(self, storage: Storage) -> tuple[Storage, ...]:
         return (storage, dense()) if storage.divided else (storage,)
 

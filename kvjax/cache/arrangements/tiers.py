@@ -26,14 +26,14 @@ from kvjax.cache.slots import (
 )
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
 from kvjax.errors import PolicyError
-from kvjax.parallel.host_memory import gather
+from kvjax.parallel.host_memory import gather, pad
 from kvjax.policies.base import Evict
 from kvjax.policies.traits import is_split
 from kvjax.selection.base import Selection
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 from kvjax.storage.layouts import Tiers, slots
-from kvjax.storage.side import Sides
+from kvjax.storage.side import PROMPT, Sides
 
 if TYPE_CHECKING:
     from kvjax.cache.groups import Group
@@ -101,6 +101,29 @@ class TierArrangement(Arrangement):
         if prompt.in_place:
             return _resize(prompt.layer, prompt.group, prompt.per_slot)
         return _convert(prompt.layer, prompt.group, prompt.per_slot, prompt.length, prompt.sides)
+
+    def refuses_start(self, before: "Group", after: "Group") -> str | None:
+        storage, layout = after.storage, after.storage.layout
+        assert isinstance(layout, Tiers)
+        if storage.sides_of(PROMPT):
+            return super().refuses_start(before, after)
+        alike = before.storage == layout.high and before.storage.exact
+        return None if alike else f"storage {storage.label} holds fewer tokens in another form"
+
+    def start(self, slots: PromptSlots) -> tuple[LayerKV, PerSlot]:
+        return _with_low_tier(slots.layer, slots.group, slots.per_slot)
+
+
+def _with_low_tier(layer: LayerKV, group: "Group", per_slot: PerSlot) -> tuple[LayerKV, PerSlot]:
+    """Adds an empty low tier to slots of which none has been evicted."""
+    shape = slots_of(layer.position)[:2]
+    low = held.empty(group.stores[0], (*shape, group.slots[0]), layer.dim, layer.value.dtype)
+    count = group.slots[1]
+    high, per_slot = jax.tree.map(lambda leaf: pad(leaf, count), (layer.stores[0], per_slot))
+    # [B, K, low]
+    empty = jnp.full((*layer.position.shape[:2], group.slots[0]), EMPTY, jnp.int32)
+    position = jnp.concatenate([empty, pad(layer.position, count, EMPTY)], axis=2)
+    return layer.replace(position=position, stores=(low, high)), per_slot
 
 
 def _write(step: StepTokens) -> tuple[LayerKV, PerSlot]:
