@@ -1,6 +1,8 @@
 """`PrefixStore`: a lookup returns what the text would have had, never what another text has left."""
 
 import dataclasses
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -233,3 +235,40 @@ def test_the_trie_against_a_list():
         assert trie.total().nbytes <= most
     trie.clear()
     assert not trie._roots and trie.total().states == 0
+
+
+def test_several_threads_use_one_store():
+    """The bound and the counts hold while threads add, look up and clear; a state is found under its tokens alone."""
+    trie, lookups, faults = StateTrie(2_000), 400, []
+    keys = [Key(name, "kind") for name in ("one", "two")]
+
+    def use(seed):
+        rng = np.random.default_rng(seed)
+        for turn in range(lookups):
+            tokens, key = rng.integers(0, 3, size=rng.integers(1, 8)).astype(np.int32), keys[seed % 2]
+            trie.add(key, tokens, (key, tokens.tolist()), 50)
+            for state in trie.along(key, tokens):
+                if state.value != (key, tokens[: len(state.tokens)].tolist()):
+                    faults.append(state.value)
+            state, _ = trie.nearest(key, tokens)
+            if state is None:
+                trie.miss(key.namespace)
+            else:
+                trie.use(state, 1)
+            if trie.total().nbytes > 2_000:
+                faults.append(trie.total())
+            if turn % 100 == 99:
+                trie.clear()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for each in [pool.submit(use, seed) for seed in range(4)]:
+                each.result()
+    finally:
+        sys.setswitchinterval(before)
+    counts = trie.total()
+    assert not faults and counts.hits + counts.misses == counts.saved_tokens + counts.misses == 4 * lookups
+    trie.clear()
+    assert trie.total().states == trie.total().nbytes == 0
