@@ -177,6 +177,7 @@ def test_the_bytes_of_a_step_by_hand():
 HEADS = ((1, 0), (0, 0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("policy", "slots", "grows"),
     [

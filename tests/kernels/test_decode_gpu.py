@@ -37,12 +37,14 @@ class TestDecode(DecodeCases):
         monkeypatch.setattr(launch_gpu, "PROGRAMS", 264 if case.split else 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("machine", [ON_GPU], indirect=True)
 @pytest.mark.parametrize("case", HARDWARE, ids=str)
 def test_many_slots_are_those_of_float64(machine, case):
     case.check("pallas_gpu", machine)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("case", "reports"),
     [*((case, True) for case in [*DECODE, *HARDWARE]), (DECODE[0], False), (HARDWARE[1], False)],
@@ -61,6 +63,7 @@ def test_it_lowers_for_cuda(case, reports):
         )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in (matmul|add)")
 @pytest.mark.parametrize("case", CODED_GPU, ids=str)
 def test_of_codes_it_is_that_of_what_they_decode_to(machine, monkeypatch, case):
@@ -69,6 +72,7 @@ def test_of_codes_it_is_that_of_what_they_decode_to(machine, monkeypatch, case):
     case.check("pallas_gpu", machine, rounded=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CODED_GPU, ids=str)
 def test_of_codes_it_lowers_for_cuda(case):
     run = jax.jit(lambda parts: attention.attend_parts(parts, "pallas_gpu"))

@@ -40,6 +40,7 @@ def run(name: str, heads: str, budget: int = 12) -> tuple[kvjax.LogLikelihood, r
 CASES = [("h2o", "mha"), ("roco", "mqa"), ("scissorhands", "gqa")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "heads"), CASES)
 def test_slot_for_slot(name, heads, monkeypatch):
     steps = []
@@ -63,6 +64,7 @@ def forget(stats, position):
     return stats
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mistake", [victims, observe, forget])
 def test_a_mistake_in_the_kernel_is_noticed(mistake, monkeypatch):
     name = mistake.__name__

@@ -23,6 +23,7 @@ needs_libtpu = pytest.mark.skipif(
 LENGTHS = (19, 24)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("policy", "block"),
     [
@@ -57,6 +58,7 @@ def test_generation_is_that_of_xla(policy, block):
         np.testing.assert_array_equal(np.sort(ours.position)[..., -slots:], np.sort(theirs.position))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("coded", "whole"),
     [
@@ -112,6 +114,7 @@ def cache_moves(made, dim: int) -> list[str]:
     return re.findall(whole, text, flags=re.MULTILINE)
 
 
+@pytest.mark.sampled(1)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("shape", "topology", "dim"),

@@ -31,6 +31,7 @@ class TestPrefill(PrefillCases):
         monkeypatch.setattr(pallas_gpu, "WORDS", 12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("machine", [ON_GPU], indirect=True)
 @pytest.mark.parametrize("case", HARDWARE, ids=str)
 def test_many_slots_are_those_of_float64(machine, case):
@@ -50,6 +51,7 @@ def test_a_slot_too_many_is_noticed(machine, monkeypatch):
         Case((24,), 1, 1, 24, 0, 64, needs=frozenset()).check("pallas_gpu", machine)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("case", "reports"),
     [*((case, True) for case in [*PREFILL, *HARDWARE]), (PREFILL[0], False), (HARDWARE[0], False)],
@@ -110,6 +112,7 @@ def test_a_tile_is_visited_where_something_is_seen(group, n, real, window):
         assert (low, high) == span if span else low > high
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("group", [1, 7, 71])
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

@@ -53,6 +53,7 @@ HARDWARE = [
 ]
 
 
+@pytest.mark.sampled(6)
 # Rows of a product that are not read hold what was in the memory, here NaN.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("steps", STEPS, ids=str)
@@ -60,6 +61,7 @@ def test_a_step_is_that_of_the_cache(machine, steps):
     steps.run(3, "pallas_gpu", machine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("steps", CODED, ids=str)
 def test_a_step_over_codes_is_that_of_the_cache(machine, steps):
@@ -76,6 +78,7 @@ def observe_and_evict(self, *args, real=Lines.observe_and_evict):
     real(self, *args[:-1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("mistake", [bias, observe_and_evict])
 def test_a_mistake_with_codes_is_noticed(machine, monkeypatch, mistake):
@@ -91,12 +94,14 @@ def test_a_step_on_a_mesh_is_that_of_the_cache(machine):
         Steps("roco", 72).run(2, "pallas_gpu", machine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("machine", [ON_GPU], indirect=True)
 @pytest.mark.parametrize("steps", HARDWARE, ids=str)
 def test_many_rows_are_those_of_the_cache(machine, steps):
     steps.run(5, "pallas_gpu", machine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize(("name", "heads"), [("h2o", "gqa"), ("roco", "mqa")])
 def test_slot_for_slot(machine, monkeypatch, name, heads):
@@ -127,6 +132,7 @@ def compiled_for_cuda(
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*(name for name in FUSED if name != "tova"), "ring", "heavy", "full"])
 def test_it_lowers_for_cuda(name):
     text = compiled_for_cuda(name)
@@ -145,6 +151,7 @@ ORDERING = (lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p, lax.min_p, lax.max_p, lax.re
 ORDERING += (lax.div_p, lax.convert_element_type_p)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("steps", [*STEPS, *CODED, Steps("strided", 72), Steps("fixed", 72)], ids=str)
 def test_every_case_lowers_for_cuda_and_integers_are_compared_as_signed(monkeypatch, steps):
     """Mosaic takes what some operations return for unsigned, which the interpreter does not; see `rank1.signed`."""
@@ -165,6 +172,7 @@ def test_every_case_lowers_for_cuda_and_integers_are_compared_as_signed(monkeypa
     assert any(aval.shape for aval in compared), "positions were compared"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", HARDWARE, ids=str)
 def test_cases_of_many_rows_lower_for_cuda(steps):
     text = compiled_for_cuda(steps.name, 64, 32, steps.group, steps.slots, steps.dim, steps.dtype, steps.held)

@@ -21,6 +21,7 @@ from tests.kernels.conftest import needs_libtpu
 from tests.kernels.steps import Steps, build, decoding, one_step
 
 
+@pytest.mark.sampled(3)
 # Of the policies that the test below has no tiles of: positions, blocks of them, one query's probabilities, a sum that
 # fades; and one of those. `test_registry` has what a kernel takes of each.
 @pytest.mark.parametrize(
@@ -125,6 +126,7 @@ def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
         assert program.memory_analysis().temp_size_in_bytes < held // 4
 
 
+@pytest.mark.sampled(2)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("topology", "shape", "dtype", "name", "held"),

@@ -310,6 +310,7 @@ def test_chunks_beside_a_store_of_newest_tokens():
         assert_same(output, layer, case.expected(), case.spec.storage)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("look", ["quest", "lserve", "retrieval"])
 def test_pages_that_are_evicted_and_coded(look):
     """Arrays have b + p slots; the page of a step's token is the page that it is written to."""

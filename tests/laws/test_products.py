@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import random
 
 import chex
 import jax
@@ -160,9 +161,13 @@ def does_not_compose(name: str, held: str, block: int | None) -> bool:
 
 
 def test_it_lowers_or_says_why_not():
-    """All products of all three registries, in one shot and in blocks."""
+    """All pairs of values of two axes and a tenth of the triples, in one shot and in blocks; the site lowers all."""
     refused = {}
-    for name, held, read, block in itertools.product(POLICY, STORAGE, SELECTION, (None, BLOCK)):
+    pairs, triples = [], []
+    for each in itertools.product(POLICY, STORAGE, SELECTION, (None, BLOCK)):
+        (pairs if {"full", "dense", "everything"} & set(each) else triples).append(each)
+    products = [*pairs, *random.Random(0).sample(triples, len(triples) // 10)]
+    for name, held, read, block in products:
         try:
             lowered_for(CacheSpec(POLICY[name], STORAGE[held], SELECTION[read]), block)
         except (PolicyError, StorageError) as error:
@@ -171,7 +176,7 @@ def test_it_lowers_or_says_why_not():
     found = {(name, held, block) for name, held, read, block in refused if read == "everything"}
     assert found == {each for each in itertools.product(POLICY, STORAGE, (None, BLOCK)) if does_not_compose(*each)}
     assert ("full", "int8", "optimal", BLOCK) not in refused and ("full", "dense", "quest", None) not in refused
-    print(f"{len(refused)} of {2 * len(POLICY) * len(STORAGE) * len(SELECTION)} products are refused")
+    print(f"{len(refused)} of {len(products)} products are refused")
 
 
 def pairs() -> list[tuple[str, str, str, int | None]]:

@@ -199,6 +199,7 @@ def program(held, look, prompt=500, layers=4):
     return made.compile(), shapes.carry.state.layers[0].stores[0]["key"]["exact"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "look", [None, selection.infinigen(cap=16), selection.quest(16, 64)], ids=lambda look: look and look.name
 )

@@ -53,6 +53,7 @@ def full(heads: str, layers: int = 2):
     return score(tiny(heads, layers=layers).model, policies.full())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.thorough
 @pytest.mark.parametrize(  # `test_choices` has every selection in each layout, in one layer
     ("name", "heads"), list(zip(ALL, ("gqa", "mqa", "mha", "gqa"), strict=True))
@@ -63,6 +64,7 @@ def test_everything_read_is_the_full_cache(name, heads):
     np.testing.assert_allclose(got.logprobs, full(heads, layers).logprobs, atol=3e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize(("pool", "limit"), [("fifo", 31), ("lru", 1.0), ("counter", 31)])
 def test_a_pool_that_holds_everything_is_the_full_cache(pool, limit):
@@ -100,6 +102,7 @@ FEW = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FEW)
 def test_the_room_of_the_arrays_changes_nothing(name):
     """Slots are masked where as many could be read as there are, and gathered in larger arrays."""
@@ -166,6 +169,7 @@ def test_marks_of_pages_gather_the_slots_that_marks_of_slots_do(look, policy, bl
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=3e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FEW)
 def test_a_row_alone_and_a_prompt_in_blocks_choose_the_same(name):

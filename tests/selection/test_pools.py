@@ -121,6 +121,7 @@ def expected(name: str) -> list[replay.Row]:
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_the_reference(name):
@@ -195,6 +196,7 @@ def test_bounds_hold_after_pages_were_evicted(name):
             assert (bound >= (query @ own.T).max(axis=1) - 1e-5).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("policy", "heads"),
     [("full", "mha"), ("lru", "gqa"), ("pages", "mqa")],
@@ -215,6 +217,7 @@ def test_a_pool_with_room_for_everything_is_the_full_cache(policy, heads):
         np.testing.assert_allclose(layers.run(CacheSpec(kept, selection=look), case(heads)).output, full, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["lru beside ends", "pages that stand", "votes and tova"])
 def test_a_row_alone_is_the_row_in_a_batch(name):
     run = ran(name)
@@ -319,6 +322,7 @@ def test_infinigen_refuses_the_ring():
         layers.lowered(CacheSpec(policies.h2o(9, variant="ring"), selection=LOOKS["infinigen"][0]), case())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["counter", "lru in blocks", "votes in a window"])
 def test_the_layer_in_codes_chooses_from_exact_keys(name):
