@@ -35,17 +35,17 @@ def define(values: flags.FlagValues) -> None:
         None,
         "number of prompt tokens, a list for `memory` and `selections`; default: that of each benchmark",
     )
-    whole("slots", 512, "budget of every policy, for `policies`, `storages` and `stream`", 64)
+    whole("slots", 512, "budget of every policy or draft, for `policies`, `storages`, `stream` and `speculate`", 64)
     whole("tokens", 128, "new tokens of kvjax per round; a slow peer generates fewer", 2)
     whole("rounds", 5, "number of rounds, in the order A B B A")
     about = "implementation of kvjax's attention"
     flags.DEFINE_enum("implementation", "auto", IMPLEMENTATIONS, about, flag_values=values)
     flags.DEFINE_bool("compile", False, "also try torch.compile with transformers' static cache", flag_values=values)
-    text("text", None, "a file to score, for `stream` and `lm_eval`")
+    text("text", None, "a file to score, for `stream` and `lm_eval`, or to prompt with, for `speculate`")
     text(
         "model",
         None,
-        "folder, GGUF file or name; for `lm_eval` (default kvjax-tiny), `gguf` (default SmolLM2), `prefill`",
+        "folder, GGUF file or name; for `lm_eval` and `speculate` (default kvjax-tiny), `gguf` (SmolLM2), `prefill`",
     )
     several("grid", "12x103x64,12x512x64,96x2048x64", "shapes as BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
     several("kinds", ",".join(KINDS), "for `kernels`: attention with statistics `none` or `mass`, and a whole `step`")
@@ -65,6 +65,13 @@ def define(values: flags.FlagValues) -> None:
     several("examples", "first", "how examples are chosen, for `lm_eval`: first (of a file), drawn (for each question)")
     whole("documents", 100, "number of questions per task, and of pieces of the text, for `lm_eval`")
     whole("requests", 2000, "number of requests, for `serve` and `prefixes`")
+    about = "for `speculate`: what drafts, a selection, seen(POLICY) or own(POLICY); default several of these"
+    flags.DEFINE_multi_string("drafts", [], about, flag_values=values)
+    several("gammas", "4", "for `speculate`: numbers of drafts of a round")
+    about = "for `speculate`: also compute α by kvjax.analysis.acceptance, which reads each prompt twice more"
+    flags.DEFINE_bool("acceptance", False, about, flag_values=values)
+    flags.DEFINE_float("temperature", 0.0, "for `speculate`: of samples; 0 = greedy", 0.0, flag_values=values)
+    flags.DEFINE_float("top_p", 0.9, "for `speculate`: of samples", 0.0, 1.0, flag_values=values)
     several("servers", "", "NAME=http://HOST:PORT of servers that run the same model, for `serve`")
     about = "interpret Pallas kernels on this machine; their times are not meaningful"
     flags.DEFINE_enum("interpret", "no", ["no", "tpu", "gpu"], about, flag_values=values)

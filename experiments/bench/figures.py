@@ -228,6 +228,19 @@ def _swap(rows: Sequence[Row]) -> "Figure":
     return figure
 
 
+def _speculate(rows: Sequence[Row]) -> "Figure":
+    columns = {"speed-up": "measured", "speed-up by steps": "by its steps", "speed-up, planned": "planned"}
+    shown = [
+        {"name": f"{row['draft']}, γ={row['γ']}, {row['context']:,} tokens, {about}", "times": row[column]}
+        for row in rows
+        for column, about in columns.items()
+    ]
+    figure, panels = new_figure(1, figsize=(8, 1.2 + 0.32 * len(shown)))
+    _bars(panels[0, 0], shown, "name", "times", ".2f")
+    style(panels[0, 0], "Rounds of drafts", "times as fast as plain decoding")
+    return figure
+
+
 def _lm_eval(rows: Sequence[Row]) -> "Figure":
     named = [row | {"name": f"{row['task']}, {row['shots']} shots, {row['side']}"} for row in rows]
     value, unit = "times as fast", "times as fast as --model hf (median)"
@@ -273,4 +286,5 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "lm_eval": _lm_eval,
     "serve": _serve,
     "prefixes": _serve,
+    "speculate": _speculate,
 }

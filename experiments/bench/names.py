@@ -10,8 +10,8 @@ GROUPS = {
     "Sides": ["against", "python", "policies", "caches", "weights", "implementation", "compile", "servers"],
     "Sizes": ["shape", "dtype", "budget", "slots", "batch", "context", "tokens", "rounds", "fill", "tiny"],
     "One benchmark's own": [
-        "model", "text", "data", "questions", "shots", "examples", "documents", "requests", "grid", "kinds",
-        "interpret", "minutes",
+        "model", "text", "data", "questions", "shots", "examples", "documents", "requests", "drafts",
+        "gammas", "acceptance", "temperature", "top_p", "grid", "kinds", "interpret", "minutes",
     ],
     "Results": ["output", "plot"],
 }  # fmt: skip

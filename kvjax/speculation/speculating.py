@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from kvjax.generation import compiling
 from kvjax.generation.generate import Generation, check_requests
 from kvjax.generation.options import CacheOptions
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling
-from kvjax.inputs import check_batch, check_count, check_stop
+from kvjax.inputs import Batch, check_batch, check_count, check_stop
 from kvjax.models.model import Model
 from kvjax.numerics.finite import PAD, check_finite
 from kvjax.parallel import distributed
+from kvjax.parallel.sharding import Params
 from kvjax.speculation.drafts import GAMMA, Draft, Level, resolve_levels
 from kvjax.speculation.levels import LevelPlan
 from kvjax.speculation.loop_state import Carry, Counts, Plan, make_keys
@@ -92,12 +94,97 @@ def speculate(
       StorageError: a storage that encodes what it holds.
       NonFiniteError: see `kvjax.generate`.
     """
-    options = options or CacheOptions()
     check_count("max_new_tokens", max_new_tokens)
     choice_argument("verify", verify, VERIFY, error=InputError)
     base = Level(gamma=gamma, accept=accept, model=draft_model, sampler=draft_sampler)
     levels = resolve_levels(model, draft, base, sampler)
     batch = check_batch(model.config, tokens, lengths, new_tokens=max_new_tokens)
+    loop = prepare_rounds(
+        model, batch, levels, max_new_tokens=max_new_tokens, sampler=sampler, key=key, stop=stop, requests=requests,
+        scan=verify == "scan", options=options,
+    )  # fmt: skip
+    carry, rows = loop.run(), len(batch.lengths)
+    with model.on_mesh():
+        all_ids, all_scores, counted, counts, by_round = distributed.to_host(
+            (carry.text, carry.logprobs, carry.made, carry.counts, carry.by_round)
+        )
+    # [B]
+    number = counted[:rows].astype(np.int32)
+    # [B, max_new_tokens]
+    made_now = np.arange(max_new_tokens) < number[:, None]
+    new = np.where(made_now, all_ids[:rows, :max_new_tokens], PAD)
+    scores = all_scores[:rows, :max_new_tokens]
+    known = np.where(np.isfinite(scores) & made_now, scores, np.float32(0))
+    report = Drafts.from_counts(counts, by_round, rows)
+    target = loop.target
+    result = Generation(new, number, known, target.plain_state(carry.state), None, target.plain_layout, None, report)
+    check_finite(scores, result)
+    return result
+
+
+class Loop(NamedTuple):
+    """The loop of rounds after the prompts, before the first round.
+
+    Attributes:
+      model: the target.
+      target: the target's cache and layout.
+      params: of the target, and of other models that draft.
+      carry: of the loop; `run` consumes it.
+      stop: [n] int32, token ids that end a row.
+      most: the number of new tokens of a row.
+      plan: the static description.
+    """
+
+    model: Model
+    target: Target
+    params: tuple[Params, ...]
+    carry: Carry
+    stop: np.ndarray
+    most: int
+    plan: Plan
+
+    def run(self) -> Carry:
+        """Runs rounds until every row has ended; the carry is donated."""
+        carry, budgets = self.carry, self.target.budgets
+        with self.model.on_mesh():
+            while bool(distributed.to_host(carry.active).any()):
+                with compiling.announced(compiling.tokens_of(self.plan.verify)):
+                    carry = run_rounds(
+                        self.params, carry, self.stop, np.int32(self.most), np.int32(CHUNK), budgets, plan=self.plan
+                    )
+        return carry
+
+
+def prepare_rounds(
+    model: Model,
+    batch: Batch,
+    levels: tuple[Level, ...],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler = Greedy(),
+    key: Array | None = None,
+    stop: Sequence[int] = (),
+    requests: ArrayLike | None = None,
+    scan: bool = False,
+    options: CacheOptions | None = None,
+) -> Loop:
+    """Prefills the caches of the target and of levels that have their own.
+
+    Args:
+      model: the target.
+      batch: from `kvjax.inputs.check_batch`.
+      levels: from `resolve_levels`.
+      max_new_tokens: see `speculate`.
+      sampler: see `speculate`.
+      key: see `speculate`.
+      stop: see `speculate`.
+      requests: see `speculate`.
+      scan: whether the target reads drafts one by one.
+      options: see `speculate`.
+
+    Raises:
+      InputError, PolicyError, StorageError: see `speculate`.
+    """
     rows = len(batch.lengths)
     key = check_sampling(sampler, key, rows)
     key = jax.random.key(0) if key is None else key
@@ -105,7 +192,7 @@ def speculate(
     if key.ndim and requests is None:
         requests = np.zeros(rows, np.int32)
     request = check_requests(requests, rows)
-    target = Target(model, levels, batch, max_new_tokens, options)
+    target = Target(model, levels, batch, max_new_tokens, options or CacheOptions())
     plans: list[LevelPlan] = []
     caches: list[tuple[KVState, Array] | None] = []
     models = [model]
@@ -123,7 +210,7 @@ def speculate(
     width = power_of_two(max_new_tokens + sum(each.gamma for each in plans), TEXT)
     plan = Plan(
         config=model.config, decode=target.layout.decode, step=target.step, verify=target.verify, sampler=sampler,
-        levels=tuple(plans), scan=verify == "scan",
+        levels=tuple(plans), scan=scan,
     )  # fmt: skip
     with model.on_mesh():
         arrays = model.place((
@@ -136,26 +223,7 @@ def speculate(
             make_keys(key, ids, len(plans)), tuple(caches), tuple(_no_counts(each.gamma, padded) for each in plans),
             by_round,
         )  # fmt: skip
-        params = tuple(each.params for each in models)
-        while bool(distributed.to_host(carry.active).any()):
-            with compiling.announced(compiling.tokens_of(plan.verify)):
-                carry = run_rounds(
-                    params, carry, stop_ids, np.int32(max_new_tokens), np.int32(CHUNK), target.budgets, plan=plan
-                )
-        all_ids, all_scores, counted, counts, by_round = distributed.to_host(
-            (carry.text, carry.logprobs, carry.made, carry.counts, carry.by_round)
-        )
-    # [B]
-    number = counted[:rows].astype(np.int32)
-    # [B, max_new_tokens]
-    made_now = np.arange(max_new_tokens) < number[:, None]
-    new = np.where(made_now, all_ids[:rows, :max_new_tokens], PAD)
-    scores = all_scores[:rows, :max_new_tokens]
-    known = np.where(np.isfinite(scores) & made_now, scores, np.float32(0))
-    report = Drafts.from_counts(counts, by_round, rows)
-    result = Generation(new, number, known, target.plain_state(carry.state), None, target.plain_layout, None, report)
-    check_finite(scores, result)
-    return result
+    return Loop(model, target, tuple(each.params for each in models), carry, stop_ids, max_new_tokens, plan)
 
 
 def _no_counts(gamma: int, rows: int) -> Counts:

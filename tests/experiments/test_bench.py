@@ -20,6 +20,7 @@ from experiments.bench import (
     memory,
     prefixes,
     serve,
+    speculate,
     storages,
     transfers,
 )
@@ -33,6 +34,7 @@ from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generation.prefill import prefill
 from kvjax.models import shapes
 from kvjax.models.parameters import parameter_count
+from kvjax.speculation import Drafts, LevelCounts
 from tests.experiments.test_multiple_choice import COPA
 
 QUICK = ("--shape=tiny", "--tokens=4", "--rounds=1")
@@ -477,6 +479,37 @@ def test_prefixes(tmp_path):
     asked = prefixes.trace(100, 150, 64)
     assert len({tuple(each[:22]) for each in asked}) <= 5 and len({tuple(each[:-6]) for each in asked}) == 10
     assert len({tuple(each) for each in asked}) == 100 and max(map(len, asked)) <= 150
+
+
+def test_speculate(tmp_path):
+    """A draft that reads everything is always right."""
+    arguments = ("--context=20", "--drafts=seen(window)", "--gammas=2", "--slots=64", "--against=none")
+    (row,) = bench(tmp_path, "speculate", *arguments)
+    # Two drafts and a token more, and then the fourth, of which a draft is accepted.
+    assert (row["accepted by place"], row["α"], row["rows that differ"]) == ("2/2 1/1", 1, 0)
+    assert row["tokens/round by α"] == 3 and row["clock"] == "CPU" and row["break-even, measured"] is None
+    steps = 2 * row["ms/draft step"] + row["ms/verification"]
+    assert row["speed-up by steps"] == pytest.approx(1.5 * row["ms/token, plain"] / steps)
+    assert row["ms/round"] == pytest.approx(1.5 * row["ms/token"]) and row["speed-up, planned"] > 0
+    with pytest.raises(ConfigError, match="--gammas='0' is not valid"):
+        main(["bench", "speculate", *QUICK, "--gammas=0"])
+
+
+def test_the_chance_of_drafts_by_hand():
+    """Rounds of three drafts accept 2, 0 and 3; one of the two that are due at last is accepted."""
+    by_round = np.array([[2, 0, 3, 1, -1]], np.int32)
+    counts = LevelCounts(np.array([4]), np.array([[4, 4, 3]]), np.array([[3, 2, 1]]))
+    # Tried: 3, 1, 3 and 2 of 10 tokens, of which 3 + 1 + 4 have been made before the last round.
+    assert speculate.chance_of(Drafts((counts,), by_round), 10) == pytest.approx(6 / 9)
+
+
+def test_the_break_even_length_by_hand():
+    """Lines of 10 + n / 100 and 18 + n / 500 meet at 1,000; parallel ones nowhere."""
+    contexts = [100, 200, 400]
+    plain, rounds = [10 + n / 100 for n in contexts], [18 + n / 500 for n in contexts]
+    assert speculate.break_even(contexts, plain, rounds) == pytest.approx(1000)
+    assert speculate.break_even(contexts, plain, [each + 1 for each in plain]) is None
+    assert speculate.break_even([100], [1.0], [2.0]) is None
 
 
 def test_serve(tmp_path):
