@@ -28,7 +28,7 @@ test: $(VENV)/.test-$(EXTRAS)
 	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 docs: $(VENV)/.docs
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html $(ARGS) docs docs/_build/html
 	$(BIN)/python docs/check.py
 
 # The outputs of the notebook that is shipped with some, and the picture that is one of them.

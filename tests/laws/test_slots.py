@@ -26,6 +26,9 @@ FITTED = 5e-4  # of the logarithms of weights, whose rounding the condition of t
 CLEAR = 1e-6  # no choice of the reference may be closer than this (relative), or a seed must change: no excuses
 
 
+SECOND_LAYER = ("from_layer", {"first": 1})
+
+
 class Case(NamedTuple):
     name: str
     arguments: dict[str, Any]
@@ -146,8 +149,15 @@ CASES = [
     Case("gkv", {"budget": 0.4, "every": 3, "window": 2, "alpha": 0.9, "positions": "cache"}, "mha", None),
     Case("ladder", {"budget": 16, "span": 1, "layers": 3, "sinks": 2, "every": 6}, "gqa", 8),
     Case("ladder", {"budget": (0.4, 14), "span": 3, "layers": 6, "overlap": 1, "sinks": 1, "every": 4}, "mha", None),
-    Case("vase", {"budget": 18, "every": 6, "large": 6, "sinks": 2, "kernel": 3}, "gqa", 8),
-    Case("vase", {"budget": 0.4, "every": 3, "sinks": 1, "seed": 5, "positions": "cache"}, "mqa", None),
+    # Values of equal tokens are equal in the first layer but for rounding, which depends on the processor.
+    Case("vase", {"budget": 18, "every": 6, "large": 6, "sinks": 2, "kernel": 3}, "gqa", 8, within=SECOND_LAYER),
+    Case(
+        "vase",
+        {"budget": 0.4, "every": 3, "sinks": 1, "seed": 5, "positions": "cache"},
+        "mqa",
+        None,
+        within=SECOND_LAYER,
+    ),
     Case("vase_dkv", {"budget": 15, "every": 4, "rank": 5, "seed": 7}, "gqa", 8),
     Case("vase_dkv", {"budget": 0.4, "every": 3, "sinks": 2, "positions": "cache"}, "mha", None),
     Case("expected_attention", {"budget": 0.5, "future": 16, "sinks": 2}, "gqa", None),

@@ -130,7 +130,8 @@ def _generate(app: Any) -> None:
     compile_quickly()
     folder = Path(app.srcdir) / FOLDER
     site = site_of(Path(app.srcdir).parent, app.config.repository)
-    write(folder, generated(site, draw_all(site.root, folder / PICTURES)))
+    drawn = draw_all(site.root, folder / PICTURES) if app.config.maps else {}
+    write(folder, generated(site, drawn))
 
 
 def _read(app: Any, name: str, source: list[str]) -> None:
@@ -169,6 +170,7 @@ def setup(app: Any) -> dict[str, Any]:
     if root not in sys.path:
         sys.path.insert(0, root)
     app.add_config_value("repository", "", "env")
+    app.add_config_value("maps", True, "env", bool)
     app.connect("builder-inited", _generate)
     app.connect("source-read", _read)
     app.connect("doctree-read", _mark_long)

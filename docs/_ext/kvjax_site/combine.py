@@ -4,6 +4,7 @@
 neither lowers nor is refused with a reason.
 """
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -96,7 +97,8 @@ def reason_of(message: str) -> str:
     return reason
 
 
-class Products(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Products:
     """Which products can be; (policy, storage, selection) -> why not, or None.
 
     Attributes:
@@ -107,9 +109,14 @@ class Products(NamedTuple):
     one_shot: Mapping[Triple, str | None]
     blocks: Mapping[Triple, str | None]
 
+    @functools.cached_property
+    def axes(self) -> tuple[list[str], ...]:
+        """The names of each axis, in the order of the tables."""
+        return tuple(list(dict.fromkeys(names)) for names in zip(*self.one_shot, strict=True))
+
     def axis(self, number: int) -> list[str]:
         """Returns the names of an axis, in the order of the tables."""
-        return list(dict.fromkeys(triple[number] for triple in self.one_shot))
+        return self.axes[number]
 
     def pair(self, one: tuple[int, str], two: tuple[int, str]) -> str | None:
         """Returns why two values of different axes do not go with each other, whatever the third is; None if they do.
