@@ -269,7 +269,7 @@ def test_a_folded_skew_is_the_one_at_run_time(name):
     np.testing.assert_allclose(score(folded, policies.full()).logprobs, dense, atol=5e-4)
     one, two = (choices(each, alpha=1.0, ratio=0.3, cap=0.5) for each in (folded, held))
     np.testing.assert_array_equal(one.record.positions, two.record.positions)
-    np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
+    np.testing.assert_allclose(one.logprobs, two.logprobs, atol=5e-4)
     plain = choices(model, alpha=1.0, ratio=0.3, cap=0.5)
     assert (plain.record.positions != one.record.positions).any(), "this skew changes which columns are large"
     default = skew.skewed(model, found)
