@@ -7,6 +7,9 @@ VENV ?= .venv
 # torch, transformers and lm_eval are the peers that parity tests compare with; `make test EXTRAS=test` does without them.
 EXTRAS ?= test,bench-lm-eval
 ARGS ?=
+# Of the tests that are marked `sampled`, products of methods with thousands of costly cases, a sample is run; all of them
+# by `make test SAMPLED=`, which takes three times as long, and where ARGS chooses tests.
+SAMPLED ?= $(if $(ARGS),,--sampled)
 # Two processes; the tests are mostly compilation, which is single-threaded. JOBS=0 runs them in one. Files are taken up in
 # the order of tests/conftest.py.
 JOBS ?= 2
@@ -25,7 +28,7 @@ real: $(VENV)/.real
 	$(BIN)/python -m experiments.run --config=real $(ARGS)
 
 test: $(VENV)/.test-$(EXTRAS)
-	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(SAMPLED) $(ARGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html $(ARGS) docs docs/_build/html

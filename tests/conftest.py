@@ -181,6 +181,7 @@ WHOLLY_THOROUGH = "\npytestmark = pytest.mark.thorough"
 
 def pytest_addoption(parser):
     parser.addoption("--cases", type=int, help="the largest number of cases of a parametrised test")
+    parser.addoption("--sampled", action="store_true", help="a sample of the cases of tests that are marked so")
     parser.addoption("--tests", type=int, help="the largest number of tests of a file, except those of kernels; "
                      "none of OTHER_THAN_JAX")  # fmt: skip
 
@@ -200,12 +201,27 @@ def pytest_ignore_collect(collection_path, config):
     return other or left_out or None
 
 
+def sampled(items: list) -> list:
+    """Of each parametrised test that is marked so, a sample of its cases.
+
+    The sample is the same in every run, so that what fails can be run again.
+    """
+    groups = collections.defaultdict(list)
+    for item in items:
+        one = item.nodeid if item.get_closest_marker("sampled") is None else getattr(item, "originalname", item.name)
+        groups[item.path, getattr(item, "cls", None), one].append(item)
+    marks = {key: group[0].get_closest_marker("sampled") for key, group in groups.items()}
+    return [
+        item for key, group in groups.items() for item in (spread(group, *marks[key].args) if marks[key] else group)
+    ]
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
     """Keeps `--cases` of each test, all of one that only the newest jax can run, and of each file `--tests`."""
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
-    kept = list(items)
+    kept = sampled(items) if config.getoption("--sampled") else list(items)
     if config.getoption("--tests") is not None:
         left_out = {ROOT / "tests" / name for names in OTHER_THAN_JAX.values() for name in names}
         if missing := [path for path in left_out if not path.is_file()]:

@@ -96,6 +96,7 @@ def queries(got: np.ndarray) -> Any:
 CASES = [("gqa", name) for name in (*COMPARED, *SPLIT)] + [("mha", "h2o"), ("mqa", "h2o-cache")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("heads", "name"), CASES)
 def test_attention_cosine_and_miss_rate(heads, name):
     arguments = {"prompt_length": PROMPTS, "lengths": LENGTHS}
@@ -116,6 +117,7 @@ def test_attention_cosine_and_miss_rate(heads, name):
     assert np.nanmin(cosine) < 0.98 and np.nanmax(missed.tokens) > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("heads", "name", "importance"),
     [
@@ -217,6 +219,7 @@ def attended(query: np.ndarray, key: np.ndarray, value: np.ndarray, weight: Any)
     return shares @ value / shares.sum(axis=1, keepdims=True)
 
 
+@pytest.mark.sampled(5)
 # What stays is other tests' matter: one of every kind of eviction, and each way of hiding or splitting.
 @pytest.mark.parametrize(
     "name", ["full", "window", "h2o", "tova", "scissorhands", "snapkv", "pyramidkv", "random", "h2o-masked", *SPLIT]

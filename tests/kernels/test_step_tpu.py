@@ -57,6 +57,7 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
             np.testing.assert_allclose(ours.stats[stat], column, atol=1e-5, err_msg=stat)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "steps",
@@ -96,6 +97,7 @@ def compiled(topology, shape, dtype, policy, held=None):
         return step.lower(layer, query, one, one, at, row).compile()
 
 
+@pytest.mark.sampled(5)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("topology", "shape", "dtype", "name"),
