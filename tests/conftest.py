@@ -202,7 +202,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def sampled(items: list) -> list:
-    """Of each parametrised test that is marked so, a sample of its cases.
+    """Returns the items with a sample of the cases of each test that is marked `sampled`.
 
     The sample is the same in every run, so that what fails can be run again.
     """
@@ -210,10 +210,11 @@ def sampled(items: list) -> list:
     for item in items:
         one = item.nodeid if item.get_closest_marker("sampled") is None else getattr(item, "originalname", item.name)
         groups[item.path, getattr(item, "cls", None), one].append(item)
-    marks = {key: group[0].get_closest_marker("sampled") for key, group in groups.items()}
-    return [
-        item for key, group in groups.items() for item in (spread(group, *marks[key].args) if marks[key] else group)
-    ]
+    found = []
+    for group in groups.values():
+        mark = group[0].get_closest_marker("sampled")
+        found += group if mark is None else spread(group, *mark.args)
+    return found
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -226,7 +227,7 @@ def pytest_collection_modifyitems(config, items):
         left_out = {ROOT / "tests" / name for names in OTHER_THAN_JAX.values() for name in names}
         if missing := [path for path in left_out if not path.is_file()]:
             raise pytest.UsageError(f"OTHER_THAN_JAX names files that are not here: {missing}")
-        kept = [item for item in items if item.path not in left_out]
+        kept = [item for item in kept if item.path not in left_out]
     for option, of in (("--cases", lambda item: getattr(item, "originalname", item.name)), ("--tests", lambda _: "")):
         most = config.getoption(option)
         if most is None:

@@ -167,6 +167,7 @@ def form():
     use(*before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["native", "fixed"])
 @pytest.mark.parametrize("policy", [policies.full(), policies.h2o(SLOTS)], ids=lambda policy: policy.name)
 def test_decoding_holds_codes_and_no_decoded_copy(policy, name, form):

@@ -70,6 +70,7 @@ def kept_by_head(state: cache.KVState, split: policies.Split, row: int) -> list[
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "block"), [(name, (None, 8)[i % 2]) for i, name in enumerate(CASES)])
 def test_slot_for_slot(name, block):
     policy, expected_policy = CASES[name]

@@ -105,6 +105,7 @@ def describe(case: Case) -> str:
     return f"{case.policy}-{case.kv_heads}-{case.block}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [pytest.param(each, marks=pytest.mark.thorough) for each in CASES], ids=describe)
 def test_a_step_is_one_on_what_was_stored(case):
     compare(*case.run(), *case.expected())
@@ -352,6 +353,7 @@ def test_what_does_not_compose_is_refused(spec, match):
         lowered(HELD, spec, LENGTHS, STEPS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "look", [selection.optimal(3), selection.quest(2, 8, first_layer=0)], ids=lambda look: look.name
 )
