@@ -30,6 +30,7 @@ KINDS = {
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2"])
 def test_codes_are_kept(name, tmp_path):
     path = tmp_path / "model.gguf"
@@ -63,6 +64,7 @@ def test_codes_are_kept(name, tmp_path):
     np.testing.assert_allclose(log_probabilities(kept, tokens), log_probabilities(exact, tokens), atol=2e-3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_codes_in_narrow_dtypes(dtype, tmp_path):
     raw, config, params = small("llama", **WIDE)
@@ -99,6 +101,7 @@ def test_prompts_in_chunks_of_codes(tmp_path):
     assert dtypes[0] == dtypes[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # the latter's output head is its embedding
 def test_codes_are_saved(name, head, tmp_path):

@@ -134,6 +134,7 @@ def test_old_names_and_buffers(family, tmp_path):
     assert model.config == config
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("shards", [False, True], ids=["one", "shards"])
 @pytest.mark.parametrize("family", [name for name in families.FAMILIES if name != "phi"])  # phi's is never tied

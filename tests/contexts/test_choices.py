@@ -53,6 +53,7 @@ def alone(name: str, fed: int) -> kvjax.LogLikelihood:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_each_choice_is_scored_as_it_is_alone(name):
     found = kvjax.score_choices(tiny(layers=1).model, CONTEXTS, CHOICES, SPECS[name], lengths=LENGTHS)

@@ -47,6 +47,7 @@ def assert_equal(one, two):
     assert one.boundaries == two.boundaries
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EVICTING)
 def test_a_turn_is_a_prompt_that_is_cut_at_the_same_boundaries(name):
     """Ragged: the second row's last block has one token, and its first turn is as long as the others'."""
@@ -81,6 +82,7 @@ def test_a_full_cache_does_not_depend_on_how_a_text_is_cut():
     np.testing.assert_array_equal(made.text[0], long)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", [policies.full(), policies.h2o(8), policies.snapkv(8, window=4)], ids=lambda p: p.name)
 def test_an_answer_in_two_parts_is_the_answer(spec):
     """Greedy and sampled; and it is that of `generate`, to the bit."""
@@ -236,6 +238,7 @@ MERGING = dataclasses.replace(SNAPKV, merge=Anchors(), name="merging")
 COMPRESSORS = [SNAPKV, MERGING, policies.adakv(SNAPKV), policies.keydiff(14), policies.knorm(14)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", COMPRESSORS, ids=lambda own: own.name)
 def test_a_turn_is_compressed_like_the_last_block_of_a_prompt(spec):
     """As long as nothing has been evicted: the last queries of both are those of the turn."""

@@ -26,6 +26,7 @@ SPECS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_a_loaded_context_is_the_context(name, tmp_path, monkeypatch):
     """And what follows it is equal to the bit; layers that run as a loop do so again."""

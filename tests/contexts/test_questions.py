@@ -32,6 +32,7 @@ def padded():
     return ids, lengths
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["full", "h2o-int8-host", "phases"])
 def test_a_copy_is_the_cache_of_a_text_that_goes_on(name):
     model, spec = tiny(layers=1).model, SPECS[name]

@@ -89,6 +89,7 @@ def visits(tiling, n, window=None, real=None):
     return np.asarray(first[0]), np.asarray(second[0])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("window", [None, 1, 90])
 @pytest.mark.parametrize(("group", "n", "real"), [(1, 136, 136), (3, 200, 150), (4, 1032, 1032), (2, 64, 0)])
 def test_a_tile_is_visited_where_something_is_seen(group, n, real, window):
