@@ -1,6 +1,8 @@
 """When drafts pay: the length of a text from which rounds of drafts are faster than plain decoding."""
 
 import dataclasses
+import itertools
+import math
 
 from kvjax.arguments import number_argument, plain_signature
 from kvjax.cache.spec import CacheSpec
@@ -13,6 +15,7 @@ from kvjax.policies import full
 from kvjax.policies.base import Policy
 from kvjax.speculation.rules import mean_tokens_per_round
 
+Lines = tuple[tuple[float, float], ...]  # the seconds of resources: without slots, and per slot
 LONGEST = 1 << 30  # tokens; a draft that does not pay then never does
 
 
@@ -34,6 +37,8 @@ class DraftCosts:
       on_host: whether the target's cache is in host memory; a draft's part is on the device.
       flops: FLOPs of a step of the target, without attention.
       draft_flops: the same of a draft.
+      slot_flops: FLOPs of attention of a step of the target per slot, in all layers and rows.
+      draft_slot_flops: the same of a draft; None = `slot_flops`.
       bandwidth: bytes/s between the device and its memory.
       link: bytes/s from host memory to the device; read only with `on_host`.
       compute: FLOP/s of the device; None = FLOPs take no time.
@@ -48,23 +53,39 @@ class DraftCosts:
     on_host: bool = False
     flops: float = 0.0
     draft_flops: float = 0.0
+    slot_flops: float = 0.0
+    draft_slot_flops: float | None = None
     bandwidth: float = 1.0
     link: float = 1.0
     compute: float | None = None
 
-    def _seconds(self, weights: int, slots: int, flops: float, *, on_host: bool) -> float:
-        device = (weights + (0 if on_host else slots)) / self.bandwidth
-        link = slots / self.link if on_host else 0.0
-        return max(device, link, flops / self.compute if self.compute else 0.0)
+    def _step_lines(self, tokens: int) -> Lines:
+        """Returns the seconds of each resource in a step of the target, as lines in the number of slots."""
+        device, link = (0, self.slot_bytes) if self.on_host else (self.slot_bytes, 0)
+        compute = self.compute or math.inf
+        return (
+            (self.weights / self.bandwidth, device / self.bandwidth),
+            (0.0, link / self.link),
+            (tokens * self.flops / compute, tokens * self.slot_flops / compute),
+        )
+
+    def _draft_lines(self) -> Lines:
+        """Returns the same of a step that drafts."""
+        slot_bytes = self.slot_bytes if self.draft_slot_bytes is None else self.draft_slot_bytes
+        slot_flops = self.slot_flops if self.draft_slot_flops is None else self.draft_slot_flops
+        compute = self.compute or math.inf
+        return (
+            (self.draft_weights / self.bandwidth, slot_bytes / self.bandwidth),
+            (self.draft_flops / compute, slot_flops / compute),
+        )
 
     def step(self, length: int, tokens: int = 1) -> float:
         """Returns the least seconds of a step of the target that reads `tokens` tokens, after `length` tokens."""
-        return self._seconds(self.weights, length * self.slot_bytes, tokens * self.flops, on_host=self.on_host)
+        return _slowest(self._step_lines(tokens), length)
 
     def draft_step(self, length: int) -> float:
         """Returns the least seconds of a step that drafts one token, after `length` tokens."""
-        own = self.slot_bytes if self.draft_slot_bytes is None else self.draft_slot_bytes
-        return self._seconds(self.draft_weights, min(self.budget, length) * own, self.draft_flops, on_host=False)
+        return _slowest(self._draft_lines(), min(self.budget, length))
 
     def speed_up(self, length: int, alpha: float) -> float:
         """Returns the speed of rounds divided by that of plain steps, after `length` tokens.
@@ -79,21 +100,31 @@ class DraftCosts:
     def break_even(self, alpha: float) -> int | None:
         """Returns the least length from which rounds are faster than plain steps; None if there is none.
 
-        Drafts that read all of a short text are never faster with the same weights, and beyond the budget the speed-up
-        grows with the length: it is searched there, and above 1 it stays so.
+        Between lengths where another resource becomes the slowest of a step, and beside the budget, the speed-up is the
+        ratio of two lines, which only rises or only falls: it is searched between the first two such lengths of which
+        the second one has a speed-up above 1.
 
         Args:
           alpha: see `speed_up`.
         """
-        if self.speed_up(1, alpha) > 1:
-            return 1
-        low, high = 1, LONGEST
-        if self.speed_up(high, alpha) <= 1:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.speed_up(middle, alpha) > 1 else (middle, high)
-        return high
+        marks = {1, min(self.budget, LONGEST), LONGEST}
+        for lines in (self._step_lines(1), self._step_lines(self.gamma + 1), self._draft_lines()):
+            for (start, slope), (other, other_slope) in itertools.combinations(lines, 2):
+                if slope != other_slope and 1 <= (crossing := (other - start) / (slope - other_slope)) < LONGEST:
+                    marks |= {math.floor(crossing), math.floor(crossing) + 1}
+        low = 0
+        for high in sorted(marks):
+            if self.speed_up(high, alpha) > 1:
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    low, high = (low, middle) if self.speed_up(middle, alpha) > 1 else (middle, high)
+                return high
+            low = high
+        return None
+
+
+def _slowest(lines: Lines, slots: int) -> float:
+    return max(start + slope * slots for start, slope in lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +152,9 @@ class SpeculationPlan:
     def __str__(self) -> str:
         costs = self.costs
         pays = "at no length" if self.break_even is None else f"from {self.break_even:,} tokens on"
+        if self.break_even is not None and costs.speed_up(LONGEST, self.alpha) <= 1:
+            # Attention to many slots computes for longer than it reads.
+            pays = f"from {self.break_even:,} tokens, up to some longer length"
         where = ", the cache in host memory" if costs.on_host else ""
         why = ""
         if self.break_even is None:
@@ -195,8 +229,9 @@ def plan_speculation(
     costs = DraftCosts(
         gamma=gamma, weights=weights * dtype_bytes, draft_weights=draft_weights * dtype_bytes,
         slot_bytes=slot(config, CacheSpec(full())), budget=budget, draft_slot_bytes=slot(other, spec), on_host=on_host,
-        flops=2.0 * batch * weights, draft_flops=2.0 * batch * draft_weights, bandwidth=device.bandwidth,
-        link=device.link or 1.0, compute=device.flops,
+        flops=2.0 * batch * weights, draft_flops=2.0 * batch * draft_weights, slot_flops=batch * _slot_flops(config),
+        draft_slot_flops=batch * _slot_flops(other), bandwidth=device.bandwidth, link=device.link or 1.0,
+        compute=device.flops,
     )  # fmt: skip
     return SpeculationPlan(
         costs, alpha, length, mean_tokens_per_round(alpha, gamma), costs.speed_up(length, alpha),
@@ -210,3 +245,8 @@ def _read_weights(config: DecoderConfig) -> int:
     if config.learned_positions:
         tables += config.max_positions * config.hidden_size
     return parameter_count(config) - tables
+
+
+def _slot_flops(config: DecoderConfig) -> float:
+    """Returns the FLOPs of a token's attention to a slot in all layers: products with its key and its value."""
+    return 4.0 * config.num_layers * config.num_heads * config.head_dim

@@ -49,3 +49,21 @@ def test_devices():
     assert never.speed_up < 1
     with pytest.raises(InputError, match="link"):
         plan_speculation(GROUPED, device=slow, on_host=True, **options)
+
+
+def test_attention_computes_too():
+    """A step reads for 10 + n / 8 s, and a block of 3 tokens computes for 3 + n / 4 s: longer where n > 56."""
+    costs = DraftCosts(
+        gamma=2, weights=80, draft_weights=8, slot_bytes=1, draft_slot_bytes=0, budget=1, flops=1.0, slot_flops=1 / 12,
+        bandwidth=8.0, compute=1.0,
+    )  # fmt: skip
+    assert [costs.step(n, 3) for n in (0, 56, 100)] == pytest.approx([10, 17, 28])
+    assert [costs.step(n) for n in (0, 56, 100)] == pytest.approx([10, 17, 22.5])
+    assert costs.speed_up(56, 0.5) == pytest.approx(1.75 * 17 / (2 * 1 + 17))
+    # 1 + α + α² = 1.12 tokens are faster between 53.3, from 1.12 (10 + n / 8) > 12 + n / 8, and a little above 56.
+    alpha = (1.48**0.5 - 1) / 2
+    assert costs.break_even(alpha) == 54 and costs.speed_up(1000, alpha) < 1
+    assert costs.break_even(0.1) is None
+    machine = devices.Device("slow", None, 1e12, 1e12, "given")
+    plan = plan_speculation(GROUPED, device=machine, budget=64, alpha=0.8, length=1000)
+    assert plan.costs.slot_flops == 4 * GROUPED.num_layers * GROUPED.num_heads * GROUPED.head_dim
