@@ -351,6 +351,7 @@ def test_a_storage_is_calibrated_by_a_story_or_by_a_file(small, tmp_path):
     assert np.abs(by_file.logprobs - exact.logprobs).max() > 1e-4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("held", ["low_rank(key_rank=2, value_rank=3)", "cskv(rank=4, window=4)"])
 def test_training_a_calibration(small, tmp_path, monkeypatch, held, capsys):
     """Its loss falls, and it is saved with what was done."""

@@ -297,6 +297,7 @@ def stretched(scaling: str) -> kvjax.Model:
     return dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
 def test_blocks_and_one_shot_have_the_frequencies_of_the_whole_row(scaling):
     """POLICIES.md: prompt, or prompt and the tokens to come; each row's own."""

@@ -39,6 +39,7 @@ def assert_same_slots(one, other):
             assert all(np.array_equal(*heads) for heads in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("block", [None, 8])
 def test_room_for_everything_is_the_full_cache(block):
     got = kvjax.generate(tiny().model, TOKENS, policies.kvzip(30, chunk=9), max_new_tokens=5, lengths=LENGTHS,
@@ -75,6 +76,7 @@ def test_tokens_of_a_chunk():
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", [SHARED, GRADIENT], ids=lambda policy: policy.name)
 def test_layers_as_a_loop(monkeypatch, policy):
     model = tiny(layers=3 if policy is SHARED else 2).model
@@ -86,6 +88,7 @@ def test_layers_as_a_loop(monkeypatch, policy):
     assert_same_slots(looped, alone)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("other", [policies.h2o(9), policies.qfilters(9)], ids=lambda policy: policy.name)
 def test_other_layers_keep_what_they_keep_alone(other):
     """A layer under another policy holds the whole prompt for the replay, too."""
@@ -96,6 +99,7 @@ def test_other_layers_keep_what_they_keep_alone(other):
             assert all(np.array_equal(*heads) for heads in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "cache",
     [

@@ -27,6 +27,7 @@ BITS = Codec(
 )  # loses nothing, and an integer has no gradient
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("spec", "prompt", "block"),
     [

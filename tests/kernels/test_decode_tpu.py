@@ -57,6 +57,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(coded_tpu, "TILE_BYTES", 1 << 14)  # of 128 slots of 128 bytes, and of 256 of 64
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CODED, ids=str)
 def test_of_codes_it_is_that_of_what_they_decode_to(interpreted, monkeypatch, case):
     small_chunks(monkeypatch)
@@ -74,6 +75,7 @@ def in_planes(self, x, planes):
     return x
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("of", "mistake"), [(codes_tpu.Side, lines), (forms.Form, in_planes)])
 def test_a_mistake_with_codes_is_noticed(interpreted, monkeypatch, of, mistake):
     small_chunks(monkeypatch)
@@ -147,6 +149,7 @@ def compiled(topology, codec):
         ).compile()  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("topology", "codec", "share"),

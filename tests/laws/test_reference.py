@@ -45,6 +45,7 @@ def run_case(worked_cases, index: int, **changes):
     )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("index", range(CASES))
 def test_worked_case(worked_cases, index):
     cases, arrays, _, config = worked_cases
@@ -59,6 +60,7 @@ def test_worked_case(worked_cases, index):
     np.testing.assert_array_equal(np.array(run.kept), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("index", "changes"),
     [

@@ -38,6 +38,7 @@ def alone(spec, pair: Pair, max_length=40) -> np.ndarray:
     return np.asarray(scored.logprobs)[0, start - 1 :]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", [FULL, H2O], ids=["full", "h2o-int8"])
 def test_scores_in_the_order_of_the_requests(spec):
     rng = np.random.default_rng(0)
