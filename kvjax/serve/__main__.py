@@ -75,6 +75,12 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "which slots a query reads, such as 'quest(page=16, budget=512)'",
             {"default": "everything"},
         ),
+        "speculate": (
+            "what drafts tokens that the model then accepts or not, under --policy=full: a selection such as "
+            "'retrieval(chunk=8, budget=512)', or 'seen(POLICY)'; answers are the same; without it nothing",
+            {"metavar": "DRAFT"},
+        ),
+        "gamma": ("the number of drafts of a round; else 4", {"type": int}),
         "calibration": ("a file of python -m experiments.calibrate; without it only storages that need none", {}),
         "prefix": (
             "a saved state that requests may continue; may be repeated",

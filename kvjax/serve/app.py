@@ -177,6 +177,9 @@ class _Pages:
             "prompt_tokens": counts.prompt_tokens,
             "useful_row_steps": counts.useful_row_steps,
             "row_steps": counts.row_steps,
+            "rounds": counts.rounds,
+            "drafted": counts.drafted,
+            "accepted": counts.accepted,
             "prefix_cache": self._prefix_cache(request),
         }
         return JSONResponse(about, 200 if error is None else 503)

@@ -30,12 +30,15 @@ class Counts:
       requests: requests that have ended, those cancelled included.
       not_finite: those of them that ended since a log-probability was not finite.
       tokens: new tokens of requests.
-      steps: decoding steps, each of all rows.
+      steps: decoding steps, each of all rows; with drafts, a round is a step.
       row_steps: steps times rows.
       useful_row_steps: steps of rows that had a request which went on.
       reads: times that the host has waited for the device.
       prompt_tokens: tokens of prompts that were run, or found in the prefix store.
       found_tokens: those of them that were found.
+      rounds: rounds of drafts, of one row each; 0 without drafts, as are the next two.
+      drafted: tokens that were drafted. Drafts beyond the last token of a request, or its stop token, do not count.
+      accepted: those of them that were accepted.
       preemptions: times that a request has lost its row to one of a higher priority.
       swapped_bytes: bytes that these have moved to host memory; as many move back.
     """
@@ -49,5 +52,8 @@ class Counts:
     reads: int = 0
     prompt_tokens: int = 0
     found_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
     preemptions: int = 0
     swapped_bytes: int = 0

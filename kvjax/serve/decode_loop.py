@@ -83,17 +83,30 @@ class Entry(NamedTuple):
     given_length: Leaf
 
 
-class Chunk(NamedTuple):
-    """The result of a call of `decode_chunk`.
+class DraftCounts(NamedTuple):
+    """The counts of the rounds of a chunk.
 
     Attributes:
-      tokens: [R, 1 + CHUNK] int32: the token that was chosen when a request was admitted, and those of each step; `PAD`
-        where there is none.
-      logprobs: [R, 1 + CHUNK] float32, their log-probabilities. One that is not finite, whose token is `PAD`, has ended
-        its row.
+      drafted: [] int32, the tokens that were drafted for all rows.
+      accepted: [] int32, those that were accepted.
+    """
+
+    drafted: Leaf
+    accepted: Leaf
+
+
+class Chunk(NamedTuple):
+    """The result of a call of `decode_chunk`, here or in `kvjax.serve.draft_rows`.
+
+    Attributes:
+      tokens: [R, W] int32, the new tokens; `PAD` where there is none. Here W = 1 + CHUNK: the token that was chosen
+        when a request was admitted, and those of each step.
+      logprobs: [R, W] float32, their log-probabilities. One that is not finite, whose token is `PAD`, has ended its
+        row.
       active: [R] bool, whether each row's request goes on.
       steps: [] int32, the number of steps taken.
       row_steps: [R] int32, the number of steps in which each row's request had not ended.
+      drafts: if steps are rounds of drafts, their counts; otherwise None.
     """
 
     tokens: Leaf
@@ -101,6 +114,7 @@ class Chunk(NamedTuple):
     active: Leaf
     steps: Leaf
     row_steps: Leaf
+    drafts: DraftCounts | None = None
 
 
 @program(static_argnames=("rows",))
@@ -193,9 +207,7 @@ def decode_chunk(
 
     def unfinished(loop: _Loop) -> Array:
         i, rows, row_steps, *_ = loop
-        active = jnp.sum(rows.active, dtype=jnp.int32)
-        refill = (count - active >= idle) & (jnp.sum(row_steps) >= min_row_steps)
-        return (i < steps) & (active > 0) & ~refill
+        return chunk_continues(i, steps, rows.active, idle, row_steps, min_row_steps)
 
     def body(loop: _Loop) -> _Loop:
         i, rows, row_steps, tokens, logprobs = loop
@@ -229,6 +241,24 @@ def decode_chunk(
     loop = (jnp.int32(0), rows._replace(fresh=reported), none, tokens, logprobs)
     taken, rows, row_steps, tokens, logprobs = jax.lax.while_loop(unfinished, body, loop)
     return rows, Chunk(tokens, logprobs, rows.active, taken, row_steps)
+
+
+def chunk_continues(
+    taken: Array, steps: Array, active: Array, idle: Array, row_steps: Array, min_row_steps: int
+) -> Array:
+    """Whether a chunk takes a further step, [] bool.
+
+    Args:
+      taken: [] int32, the steps so far.
+      steps: see `decode_chunk`.
+      active: [R] bool, whether each row's request has not ended.
+      idle: see `decode_chunk`.
+      row_steps: [R] int32, see `Chunk`.
+      min_row_steps: see `decode_chunk`.
+    """
+    busy = jnp.sum(active, dtype=jnp.int32)
+    refill = (active.shape[0] - busy >= idle) & (jnp.sum(row_steps) >= min_row_steps)
+    return (taken < steps) & (busy > 0) & ~refill
 
 
 def feed(decoder: BoundDecoder, state: KVState, token: Array, active: Array, phase: Phase) -> tuple[KVState, Array]:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.errors import InputError, shown
-from kvjax.serve.decode_loop import Rows
 from kvjax.serve.intake import Job
 from kvjax.serve.swap import row_bytes, swap_out
+from kvjax.typing import PyTree
 
 SWAP_BYTES = 4 * 10**9  # of host memory, unless the caller gives another number
 
@@ -28,7 +28,7 @@ class Swapped:
     """
 
     job: Job
-    held: Rows
+    held: PyTree
     nbytes: int
 
 
@@ -60,11 +60,11 @@ class SwapSpace:
         """The number of requests."""
         return len(self._swapped)
 
-    def room(self, rows: Rows | None) -> int:
+    def room(self, rows: PyTree | None) -> int:
         """The number of rows of a batch that there is room for; of None, which is not yet allocated, there are none."""
         return 0 if rows is None else (self._max_bytes - self.nbytes) // row_bytes(rows)
 
-    def put(self, job: Job, rows: Rows, row: int) -> None:
+    def put(self, job: Job, rows: PyTree, row: int) -> None:
         """Copies a request's row to host memory; the row is then free."""
         nbytes = row_bytes(rows)
         self._swapped.append(Swapped(job, swap_out(rows, row), nbytes))

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from kvjax.serve.api_keys import read_keys
 from kvjax.serve.prompts import changed_by_blocks
 from kvjax.serve.request import Request
 from kvjax.serve.runner import Runner
+from kvjax.specs import parse
+from kvjax.speculation.drafts import Level, level, seen
 from kvjax.storage.calibration import load_calibration
 
 PRIORITY = "priority"  # of --scheduling-policy
@@ -39,6 +42,8 @@ def runner_for(flags: argparse.Namespace) -> Runner:
     model = load(flags.model, dtype=flags.dtype, mesh=mesh, rules=Rules.parse(flags.rules), weights=flags.weights)
     if flags.calibration is not None:
         model = calibrated(model, spec, load_calibration(flags.calibration))
+    if flags.gamma is not None and flags.speculate is None:
+        raise ConfigError("--gamma is the number of drafts of a round, and nothing drafts; give --speculate too.")
     if (max_bytes := flags.prefix_cache) is None:
         max_bytes = 0 if changed_by_blocks(spec) else PREFIX_CACHE
     return Runner(
@@ -46,7 +51,22 @@ def runner_for(flags: argparse.Namespace) -> Runner:
         prefill_block=flags.prefill_block, chunk=flags.chunk, turn_tokens=max(512, flags.prompt // 8),
         swap_bytes=flags.swap_bytes, prefix_store=PrefixStore(max_bytes) if max_bytes else None,
         implementation=flags.implementation,
+        speculate=None if flags.speculate is None else drafts(flags.speculate, flags.gamma),
     )  # fmt: skip
+
+
+def drafts(text: str, gamma: int | None) -> Level:
+    """Reads what drafts tokens.
+
+    Args:
+      text: a selection, or ``seen(POLICY)``, as texts of `kvjax.specs.parse`.
+      gamma: the number of drafts of a round; None for `kvjax.speculation.drafts.GAMMA`.
+
+    Raises:
+      KvjaxError: a text that says nothing known.
+    """
+    ranked = re.fullmatch(r"\s*seen\((.*)\)\s*", text, re.DOTALL)
+    return level(seen(parse.build("policy", ranked[1])) if ranked else parse.build("selection", text), gamma=gamma)
 
 
 def serve(flags: argparse.Namespace) -> int:

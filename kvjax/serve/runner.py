@@ -20,7 +20,6 @@ from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.contexts.prefix_store import PrefixStore
 from kvjax.errors import InputError, NonFiniteError, shown
-from kvjax.generation import compiling
 from kvjax.generation.context import Context
 from kvjax.generation.decoding import CHUNK
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling
@@ -46,12 +45,15 @@ from kvjax.serve.request import (
     check_sampler,
     check_stops,
 )
+from kvjax.serve.rounds import Rounds, check_draft, drafted_spec
+from kvjax.serve.row_loop import RowLoop, Steps
 from kvjax.serve.sampling import settings
 from kvjax.serve.swap import swap_in
+from kvjax.speculation.drafts import Draft
 from kvjax.storage.base import Storage
+from kvjax.typing import PyTree
 
 Array = jax.Array
-TOKENS_PER_READ = CHUNK  # row-steps of a chunk before idle rows end it: the host reads at most once per so many tokens
 FIRST_STEPS = 1  # of the chunk that chooses the first tokens of a request for which somebody waits
 TURN_TOKENS = 2048  # tokens of prompts, padding included, that are run between two chunks while rows decode
 
@@ -101,6 +103,7 @@ class Runner:
         implementation: Implementation = "auto",
         storage: Storage | None = None,
         selection: Selection | None = None,
+        speculate: Draft | None = None,
     ):
         """Prepares the programs; nothing is compiled yet.
 
@@ -126,6 +129,8 @@ class Runner:
           implementation: see `kvjax.CacheOptions`.
           storage: see `kvjax.CacheOptions`.
           selection: see `kvjax.CacheOptions`.
+          speculate: how tokens are drafted, as in `kvjax.generate`: by one selection or one `kvjax.speculation.seen`,
+            which read the rows' own cache, under `full`; tokens are those without drafts. None = they are not.
 
         Raises:
           KvjaxError: arguments that are not valid, or a combination that cannot work; see `kvjax.generate`.
@@ -140,11 +145,17 @@ class Runner:
             raise InputError(f"prefix_store must be kvjax.PrefixStore(max_bytes) or None; got {shown(prefix_store)}.")
         # Each device has as many rows.
         rows = model.rows_on_mesh(rows)
+        spec, level = as_spec(policy, storage, selection), None
+        if speculate is not None:
+            level = check_draft(model, speculate, sampler)
+            spec = drafted_spec(level, spec)
         self.prompts = Prompts(
-            model, as_spec(policy, storage, selection), limits=limits, rows=rows, prefill_block=prefill_block,
+            model, spec, limits=limits, rows=rows, prefill_block=prefill_block,
             stored=prefix_store is not None, implementation=implementation,
         )  # fmt: skip
         self.model = self.prompts.model
+        self._loop: RowLoop = Steps(self.prompts, rows) if level is None else Rounds(self.prompts, level, rows)
+        self._speculates = level is not None
         self.counts = Counts()
         self._sampler, self._stop = sampler, check_stops(check_stop(stop), ())
         key = check_sampling(sampler, key)
@@ -157,7 +168,7 @@ class Runner:
             self.prompts, states if states is not None and states.active else None, look=rows, turn_tokens=turn_tokens
         )  # fmt: skip
         self._swapped = SwapSpace(swap_bytes)
-        self._rows: decode_loop.Rows | None = None
+        self._rows: PyTree | None = None
         self._jobs: list[Job | None] = [None] * rows
         self._flights: collections.deque[_Flight] = collections.deque()
         self._alive: dict[int, Job] = {}
@@ -181,7 +192,9 @@ class Runner:
         prompt = None
         if checked.prefix is None:
             prompt = self.prompts.prompt(checked.tokens, checked.max_new_tokens)
+            self._loop.check(checked, prompt)
         else:
+            self._loop.check_prefix()
             prefixes.check(checked.prefix, self.prompts, len(checked.tokens) + checked.max_new_tokens)
         job = Job(self._submitted, checked, prompt, 0 if prompt is None else self.prompts.bucket(prompt))
         self._submitted += 1
@@ -192,6 +205,7 @@ class Runner:
     @plain_signature
     def prefix(self, tokens: ArrayLike) -> Context:
         """Runs a text that requests can continue; see `kvjax.serve.prefix.make`."""
+        self._loop.check_prefix()
         return prefixes.make(self.prompts, tokens)
 
     def save_prefix(self, folder: str | Path, prefix: Context) -> None:
@@ -200,6 +214,7 @@ class Runner:
 
     def load_prefix(self, folder: str | Path) -> Context:
         """Loads a context that requests can continue; see `kvjax.serve.prefix.load`."""
+        self._loop.check_prefix()
         return prefixes.load(folder, self.prompts)
 
     def cancel(self, number: int) -> bool:
@@ -237,7 +252,7 @@ class Runner:
         block = self.prompts.block
         how = f"in blocks of {block} tokens" if block else f"in one shot: {self.prompts.one_shot_reason}"
         store = "" if self._states is None else f"\nprefix store: {self._states.explain()}"
-        return f"{self.prompts.layout.explain()}\nprompts: {how}{store}"
+        return f"{self.prompts.layout.explain()}\nprompts: {how}{store}{self._loop.explain()}"
 
     def __iter__(self) -> Iterator[Result]:
         """Yields results until every request has ended."""
@@ -304,12 +319,8 @@ class Runner:
             back = self._swapped.take()
             self._jobs[row], self._rows = back.job, swap_in(self._rows, row, back.held)
         elif (taken := self._intake.take()) is not None:
-            started, entry = taken.started, self._entry(taken.job)
-            if self._rows is None:
-                self._rows = decode_loop.empty_rows(started.state, entry, rows=self._rows_count)
-            self._jobs[row], self._rows = taken.job, decode_loop.admit(
-                self._rows, started.state, started.logits, np.int32(taken.source), np.int32(row), entry
-            )  # fmt: skip
+            self._jobs[row] = taken.job
+            self._rows = self._loop.filled(self._rows, row, taken, self._entry(taken.job))
 
     @property
     def _some_wait(self) -> bool:
@@ -343,13 +354,8 @@ class Runner:
         steps = min([self._chunk, *(FIRST_STEPS + job.given for job in new if job.request.early)])
         for job in new:
             job.dispatched = True
-        phase = self.prompts.layout.decode
-        with compiling.announced(compiling.tokens_of(phase)):
-            self._rows, chunk = decode_loop.decode_chunk(
-                self.model.params, self._rows, going_on, np.int32(steps),
-                np.int32(self._refill if self._some_wait else self._rows_count + 1), config=self.model.config,
-                phase=phase, min_row_steps=TOKENS_PER_READ,
-            )  # fmt: skip
+        idle = self._refill if self._some_wait else self._rows_count + 1
+        self._rows, chunk = self._loop.run(self._rows, going_on, steps, idle)
         self._flights.append(_Flight(chunk, list(self._jobs), steps))
         self._intake.begin_turn()
 
@@ -372,6 +378,10 @@ class Runner:
             self.counts.reads += 1
             self.counts.steps += int(chunk.steps)
             self.counts.row_steps += int(chunk.steps) * self._rows_count
+            if chunk.drafts is not None:
+                self.counts.rounds += int(chunk.row_steps.sum())
+                self.counts.drafted += int(chunk.drafts.drafted)
+                self.counts.accepted += int(chunk.drafts.accepted)
             for row, job in enumerate(flight.jobs):
                 if job is None or job.ended:
                     continue
@@ -395,7 +405,9 @@ class Runner:
         if job.request.until is not None and tokens.size:
             end = job.request.until([int(token) for token in tokens])
         if end is not None:
-            self.counts.useful_row_steps -= max(0, len(tokens) - max(end, 0))
+            if not self._speculates:
+                # A round makes several tokens, so that no step is known to be beyond the end.
+                self.counts.useful_row_steps -= max(0, len(tokens) - max(end, 0))
             tokens, logprobs = tokens[: max(end, 0)], logprobs[: max(end, 0)]
         self._add(job, tokens, logprobs)
         if end is None and not finite:

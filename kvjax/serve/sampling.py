@@ -1,6 +1,7 @@
 """Sampling of rows that each have settings of their own: `kvjax.generation.sampling` with settings that are data."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -63,19 +64,38 @@ def choose(logits: Array, length: Array, key: Array, seen: Array, rows: Settings
     # [B, V]
     likely = penalised(logits, seen, rows.penalty[:, None])
     # [B]
-    best = Greedy()(likely, None)
+    token = _token(likely, lambda: jax.vmap(jax.random.fold_in)(key, length), rows)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def choose_block(rows: Settings, logits: Array, key: Array) -> Array:
+    """Chooses the tokens of n positions of each row, by the settings of the row and without penalties.
+
+    Args:
+      rows: the settings of each row.
+      logits: [B * n, V] float32.
+      key: [B * n] random keys, of each position.
+
+    Returns:
+      [B * n] int32.
+    """
+    count = logits.shape[0] // rows.sampled.shape[0]
+    return _token(logits, lambda: key, jax.tree.map(lambda each: jnp.repeat(each, count), rows))
+
+
+def _token(logits: Array, keys: Callable[[], Array], rows: Settings) -> Array:
+    """Chooses a token for each row, [B] int32, from logits [B, V] and random keys [B] of positions."""
+    # [B]
+    best = Greedy()(logits, None)
 
     def draw() -> Array:
-        # [B] random keys
-        keys = jax.vmap(jax.random.fold_in)(key, length)
         # [B]
-        drawn = jax.vmap(jax.random.categorical)(keys, _filtered(likely, rows)).astype(jnp.int32)
+        drawn = jax.vmap(jax.random.categorical)(keys(), _filtered(logits, rows)).astype(jnp.int32)
         return jnp.where(rows.sampled, drawn, best)
 
     # [B]: nothing is drawn for rows that all take the most probable token
-    token = jax.lax.cond(jnp.any(rows.sampled), draw, lambda: best)
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+    return jax.lax.cond(jnp.any(rows.sampled), draw, lambda: best)
 
 
 def _filtered(logits: Array, rows: Settings) -> Array:

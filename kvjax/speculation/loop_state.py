@@ -1,6 +1,7 @@
 """The description of the loop of rounds, its carry, and the random keys of rows."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ class Plan:
       decode: the target's groups of heads.
       step: the same as a single token is fed in plain generation.
       verify: the same for a block that is verified.
-      sampler: of the target.
+      sampler: of the target; not read where rows have their own, see `Run.row_sampler`.
       levels: the nearest to the target first.
       scan: whether the target feeds tokens one by one.
     """
@@ -146,12 +147,15 @@ class Run(NamedTuple):
       params: of the models.
       start: see `Carry`.
       keys: see `Carry`.
+      row_sampler: how tokens are chosen where rows differ, those of drafts too, all of which must be accepted by
+        ``shared``: (logits [B * n, V], random keys [B * n]) -> [B * n] int32. None = as the plan says.
     """
 
     plan: Plan
     params: tuple[Params, ...]
     start: Array
     keys: Keys
+    row_sampler: Callable[[Array, Array], Array] | None = None
 
     def sampling_keys(self, level: int) -> Array:
         """Returns the keys with which a level samples tokens, [B]; -1 = the target."""
@@ -168,7 +172,8 @@ class Run(NamedTuple):
         """Samples tokens of positions [B, n] from logits [B, n, V]; [B, n] int32."""
         rows, count, vocabulary = logits.shape
         keys = fold_in_positions(self.sampling_keys(level), position)
-        made = self.sampler(level)(logits.reshape(rows * count, vocabulary), keys.reshape(rows * count))
+        choose = self.sampler(level) if self.row_sampler is None else self.row_sampler
+        made = choose(logits.reshape(rows * count, vocabulary), keys.reshape(rows * count))
         return made.reshape(rows, count)
 
     def tokens_at(self, text: Array, position: Array) -> Array:

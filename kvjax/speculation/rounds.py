@@ -5,6 +5,8 @@ level that is behind, as one all of whose drafts were accepted, feeds what it la
 those of the most that a round can draft, so that one trace serves whatever is accepted.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -48,7 +50,36 @@ def run_rounds(
       plan: the loop.
     """
     compiling.traced()
+
+    def ongoing(count: Array, carry: Carry) -> Array:
+        return (count < rounds) & jnp.any(carry.active)
+
     run = Run(plan, params, carry.start, carry.keys)
+    return loop_rounds(run, carry, stop[None], most, budgets, ongoing)[1]
+
+
+def loop_rounds(
+    run: Run,
+    carry: Carry,
+    stop: Array,
+    most: Array,
+    budgets: slot_copies.GroupBudgets | None,
+    ongoing: Callable[[Array, Carry], Array],
+) -> tuple[Array, Carry]:
+    """Runs rounds within a program.
+
+    Args:
+      run: of the loop.
+      carry: of the loop.
+      stop: [B, n] int32, token ids that end each row, or [1, n] for those of every row.
+      most: [B] int32, the number of new tokens of each row, or [] for that of every row.
+      budgets: see `run_rounds`.
+      ongoing: (the number of rounds so far, the carry) -> [] bool, whether another one is run.
+
+    Returns:
+      The number of rounds, [] int32, and the carry.
+    """
+    plan, params = run.plan, run.params
     stacked = [stacked_runs(state.layers) for state in _states(carry)]
     phases = [plan.verify, *(level.phase for level in plan.levels if not level.copies)]
     models = [(plan.config, params[0])]
@@ -56,16 +87,13 @@ def run_rounds(
     runs = [
         bind(*model).runs_now(state, phase) for model, state, phase in zip(models, _states(carry), phases, strict=True)
     ]
-    carry = _arrange(carry, runs)
-
-    def ongoing(loop: tuple[Array, Carry]) -> Array:
-        return (loop[0] < rounds) & jnp.any(loop[1].active)
 
     def body(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
         return loop[0] + 1, _round(run, loop[1], stop, most, budgets)
 
-    _, carry = jax.lax.while_loop(ongoing, body, (jnp.int32(0), carry))
-    return _arrange(carry, stacked)
+    start = (jnp.int32(0), _arrange(carry, runs))
+    count, carry = jax.lax.while_loop(lambda loop: ongoing(*loop), body, start)
+    return count, _arrange(carry, stacked)
 
 
 def _states(carry: Carry) -> list[KVState]:
@@ -80,7 +108,7 @@ def _arrange(carry: Carry, runs: list[LayerRuns]) -> Carry:
 
 
 def _round(run: Run, carry: Carry, stop: Array, most: Array, budgets: slot_copies.GroupBudgets | None) -> Carry:
-    """Runs one round of the target; for the arguments see `run_rounds`."""
+    """Runs one round of the target; for the arguments see `loop_rounds`."""
     plan, gamma = run.plan, run.plan.levels[0].gamma
     # [B] each
     due = jnp.where(carry.active, most - carry.made, 0)
@@ -100,7 +128,7 @@ def _round(run: Run, carry: Carry, stop: Array, most: Array, budgets: slot_copie
     # [B, γ + 1]
     logprobs = logprob_of(logits, verification.tokens)
     finite = jnp.isfinite(logprobs)
-    ends = jnp.any(verification.tokens[..., None] == stop, axis=2)
+    ends = jnp.any(verification.tokens[..., None] == stop[:, None], axis=2)
     count = jnp.minimum(verification.accepted + 1, due)
     # [B]: tokens to the first stop, and before the first token whose log-probability is not finite
     to_stop, to_broken = (_first_true(mask, gamma + 1) for mask in (ends, ~finite))
@@ -193,7 +221,7 @@ def _verify(
       drafted: [B, γ] int32.
       known: [B] int32, the number of known tokens.
       end: [B] int32, the position before which tokens are fed; 0 for a row that has ended.
-      stop: [n] int32; not used.
+      stop: not used.
     """
     plan, count = run.plan, drafted.shape[1] + 1
     behind = known - state.length
