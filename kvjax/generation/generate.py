@@ -15,7 +15,7 @@ from kvjax.cache.layer_stack import positions_of
 from kvjax.cache.planning.layout import CacheLayout, kept
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState
-from kvjax.errors import InputError, PolicyError, shown
+from kvjax.errors import InputError, shown
 from kvjax.generation import compiling, selection_record
 from kvjax.generation.context import Context
 from kvjax.generation.decoding import CHUNK, Carry, decode_steps, first_token
@@ -30,7 +30,6 @@ from kvjax.numerics.finite import PAD, check_finite
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
 from kvjax.policies.parameters import distinct
-from kvjax.policies.window import full
 from kvjax.storage.calibration import Calibration, required
 from kvjax.summary import one_line
 
@@ -156,13 +155,9 @@ def _speculated(
 ) -> Generation:
     """Runs `kvjax.speculate` for a full cache; see `generate`."""
     from kvjax.speculation import speculate  # which uses this module
+    from kvjax.speculation.phases import check_full
 
-    if spec.policy != full():
-        raise PolicyError(
-            f"policy {spec.policy.name} is not full(): drafts are verified in blocks, which equal single tokens only "
-            "where nothing is evicted. Use full(), and let the policy draft: "
-            f"speculate=kvjax.speculation.own({spec.policy.name}(...))."
-        )
+    check_full(spec.policy, "own")
     own = dataclasses.replace(options, storage=spec.storage, selection=spec.selection)
     return speculate(model, tokens, options=own, **arguments)
 

@@ -6,11 +6,10 @@ import numpy as np
 from kvjax.cache.groups import Phase
 from kvjax.cache.planning.lowering import budgets_of, lower
 from kvjax.cache.spec import CacheSpec
-from kvjax.errors import InputError, PolicyError, shown
+from kvjax.errors import InputError, shown
 from kvjax.generation import compiling
 from kvjax.generation.sampling import Greedy, Sampler, penalty_of
 from kvjax.models.model import Model
-from kvjax.policies import full
 from kvjax.serve import draft_rows
 from kvjax.serve.chunked_prefill import Prompt
 from kvjax.serve.decode_loop import Chunk, Entry
@@ -24,6 +23,7 @@ from kvjax.speculation.levels import LevelPlan
 from kvjax.speculation.loop_state import Plan
 from kvjax.speculation.phases import (
     HostBudgets,
+    check_full,
     check_target,
     copying_level,
     most_fed,
@@ -82,12 +82,7 @@ def drafted_spec(level: Level, spec: CacheSpec) -> CacheSpec:
     Raises:
       PolicyError: it is not a full cache that can be verified in blocks.
     """
-    if spec.policy != full():
-        raise PolicyError(
-            f"policy {spec.policy.name} is not full(): drafts are verified in blocks, which equal single tokens only "
-            "where nothing is evicted. Use full(), and let the policy draft: "
-            f"speculate=kvjax.speculation.seen({spec.policy.name}(...))."
-        )
+    check_full(spec.policy, "seen")
     return target_spec((level,), spec)
 
 
@@ -156,8 +151,8 @@ class Rounds:
           InputError: always.
         """
         raise InputError(
-            "a runner with speculate cannot continue a prefix, whose tokens would be read by the selection or left out "
-            "of the statistics that draft; submit whole prompts, and give a prefix_store, which finds how they begin."
+            "a runner with speculate cannot continue a prefix: what follows would be fed without the index and the "
+            "statistics that drafts read. Submit whole prompts; with a prefix_store, those that were run are found."
         )
 
     def explain(self) -> str:

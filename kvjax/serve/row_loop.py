@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-import jax
 import numpy as np
 
 from kvjax.generation import compiling
@@ -15,7 +14,6 @@ from kvjax.serve.prompts import Prompts
 from kvjax.serve.request import Checked
 from kvjax.typing import PyTree
 
-Array = jax.Array
 TOKENS_PER_READ = CHUNK  # row-steps of a chunk before idle rows end it: the host reads at most once per so many tokens
 
 

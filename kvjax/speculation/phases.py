@@ -53,6 +53,24 @@ def target_spec(levels: Sequence[Level], plain: CacheSpec) -> CacheSpec:
     return CacheSpec(policy, plain.storage, selection)
 
 
+def check_full(policy: Policy, drafting: str) -> None:
+    """Checks that a target keeps every token.
+
+    Args:
+      policy: of the target.
+      drafting: the name of the function by which another policy can draft, ``own`` or ``seen``.
+
+    Raises:
+      PolicyError: it does not.
+    """
+    if policy != full():
+        raise PolicyError(
+            f"policy {policy.name} is not full(): drafts are verified in blocks, which equal single tokens only where "
+            "nothing is evicted. Use full(), and let the policy draft: "
+            f"speculate=kvjax.speculation.{drafting}({policy.name}(...))."
+        )
+
+
 def check_target(layout: CacheLayout) -> None:
     """Checks that a block of tokens equals single steps.
 
