@@ -120,19 +120,20 @@ def find_shared() -> Path | None:
     return next((path for path in candidates if (path / "data").is_dir()), None)
 
 
-#: Files that take minutes, the longest first: a worker that took one of them up last would keep the others waiting.
+#: Files that take long, the longest first: a worker that took one of them up last would keep the others waiting.
 LONG = (
-    "test_slots.py", "test_worked_examples.py", "test_sharding.py", "test_layer_loop.py", "test_prompt_reuse.py",
-    "test_speculate.py", "test_growth.py",
-    "test_models.py", "test_pairs.py", "test_context.py", "test_storage_conformance.py", "test_compositions.py",
-    "test_conformance.py", "test_train.py", "test_pretrained.py", "test_step_tpu.py", "test_host_memory.py",
-    "test_tune.py", "test_products.py", "test_compare.py", "test_gradients.py", "test_notebook.py",
-    "test_prefill_tpu.py", "test_fused_step.py", "test_joint.py", "test_kvquant.py", "test_gear.py",
-    "test_segments.py", "test_offload.py", "test_pools.py", "test_generate_tpu.py", "test_bench.py",
-    "test_quantized.py", "test_shared_sides.py", "test_calibration.py", "test_tiers.py", "test_blocks.py",
-    "test_accelerator.py", "test_docs.py", "test_properties.py", "test_multiple_choice.py", "test_attention.py",
-    "test_compiled.py", "test_make_plan.py", "test_heads.py", "test_parity.py", "test_selection_quality.py",
-    "test_spec_text.py", "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
+    "test_bench.py", "test_layer_loop.py", "test_parity.py", "test_models.py", "test_pretrained.py",
+    "test_speculate.py", "test_runner.py", "test_products.py", "test_prompt_reuse.py", "test_make_plan.py",
+    "test_docs.py", "test_sweep.py", "test_attention.py", "test_gradients.py", "test_slots.py", "test_train.py",
+    "test_compare.py", "test_step_tpu.py", "test_contexts.py", "test_worked_examples.py", "test_prefill_tpu.py",
+    "test_run.py", "test_offload.py", "test_heads.py", "test_tune.py", "test_host_memory.py",
+    "test_storage_conformance.py", "test_generate_tpu.py", "test_conformance.py", "test_calibration.py",
+    "test_documented_shapes.py", "test_decode_tpu.py", "test_generate.py", "test_prompt_replay.py",
+    "test_compiled.py", "test_batch.py", "test_context.py", "test_task_runs.py", "test_selection_quality.py",
+    "test_gear.py", "test_blocks.py", "test_pairs.py", "test_compositions.py", "test_tiers.py", "test_coded.py",
+    "test_odd_configs.py", "test_joint.py", "test_orbax.py", "test_segments.py", "test_reference.py",
+    "test_gates.py", "test_score_function.py", "test_sharding.py", "test_accelerator.py", "test_spec_text.py",
+    "test_recipes.py", "test_leaderboard.py", "test_properties.py", "test_measures.py", "test_pools.py",
 )  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def pytest_addoption(parser):
 
 
 def spread(items: list, most: int) -> list:
-    step = max(len(items) / most, 1)
+    step = max(len(items) / max(most, 1), 1)
     return [items[int(i * step)] for i in range(min(most, len(items)))]
 
 
@@ -204,7 +205,8 @@ def pytest_ignore_collect(collection_path, config):
 def sampled(items: list) -> list:
     """Returns the items with a sample of the cases of each test that is marked `sampled`.
 
-    The sample is the same in every run, so that what fails can be run again.
+    The sample is the same in every run, so that what fails can be run again. A test of a sample of 0 runs only with all
+    cases: whole commands and trainings, of whose parts there are tests that are quick.
     """
     groups = collections.defaultdict(list)
     for item in items:

@@ -105,12 +105,14 @@ def test_word_pairs_are_found(recalled):
     assert recalled["associative"] >= 0.85  # 94 % of 384 prompts; these are 32, whose share differs by 4 %
 
 
+@pytest.mark.sampled(0)
 def test_scoring_in_one_pass_is_generating_greedily(tiny, asked, recalled):
     generated = {task: recalled[task] for task in ("passkey", "variable")}
     assert {task: evaluate.exact_match(tiny.params, tiny.config, asked[task]) for task in generated} == generated
     assert len(set(generated.values())) > 1
 
 
+@pytest.mark.sampled(0)
 def test_its_gate_keeps_facts_that_h2o_evicts(tiny, asked):
     """In blocks of a sixth of the prompt, so that both evict long before the question is there."""
     file = calibration_file("kvjax-tiny-gate")
@@ -139,6 +141,7 @@ def test_it_reads_a_book_it_never_saw(tiny, shared_data):
     assert bits < 2.0
 
 
+@pytest.mark.sampled(0)
 def test_more_context_helps(tiny, shared_data, monkeypatch):
     """In Alice. In Great Expectations the gain is lost in the noise: 0.001, -0.015, -0.023 bits a byte for 128 windows
     with every eighth token, 64 with every fourth and 64 with every eighth."""

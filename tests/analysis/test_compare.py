@@ -96,7 +96,7 @@ def queries(got: np.ndarray) -> Any:
 CASES = [("gqa", name) for name in (*COMPARED, *SPLIT)] + [("mha", "h2o"), ("mqa", "h2o-cache")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("heads", "name"), CASES)
 def test_attention_cosine_and_miss_rate(heads, name):
     arguments = {"prompt_length": PROMPTS, "lengths": LENGTHS}

@@ -57,7 +57,7 @@ def results(request) -> dict[str, dict]:
     return {line.pop("name"): line for line in lines}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RUN)
 def test_equals_one_device(results, name):
     """Outputs, and which positions every head holds after every step, of ragged rows that end at different times."""

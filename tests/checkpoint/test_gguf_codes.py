@@ -146,6 +146,7 @@ print("equal")
 """
 
 
+@pytest.mark.sampled(0)
 def test_on_a_mesh_and_in_host_memory(tmp_path):
     for name in ("llama", "phi3"):  # one with rearranged matrices, one with fused ones
         raw, config, params = small(name, **{key: value for key, value in WIDE.items() if key in small(name)[0]})

@@ -51,6 +51,7 @@ SIZES = {
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 
 
+@pytest.mark.sampled(1)
 @needs_proc
 @pytest.mark.parametrize(("kind", "family"), [("bfloat16", "phi3"), ("flax", "opt"), ("float32", "gpt2")])
 def test_peak_memory(kind, family, tmp_path):
@@ -63,6 +64,7 @@ def test_peak_memory(kind, family, tmp_path):
     assert result["peak"] < result["model"] + largest + SLACK
 
 
+@pytest.mark.sampled(0)
 @needs_proc
 def test_peak_memory_of_weights_that_are_quantised(tmp_path):
     """Not that of the exact model, which is never held: that of the codes and of one exact matrix."""
@@ -77,6 +79,7 @@ def test_peak_memory_of_weights_that_are_quantised(tmp_path):
     assert result["peak"] < result["model"] + largest + 3 * SLACK < exact
 
 
+@pytest.mark.sampled(1)
 @needs_proc
 @pytest.mark.parametrize("kind", ["Q4_1", "F16"])
 def test_peak_memory_of_gguf(kind, tmp_path):

@@ -295,6 +295,7 @@ def test_every_command_line_is_one(platform, tiny):
         assert values.dtype == ("float32" if tiny or task == "transfers" else "bfloat16")
 
 
+@pytest.mark.sampled(0)
 def test_every_part_in_the_smallest_sizes(small, monkeypatch, tmp_path):
     """In this process, on one layer; TPU kernels interpreted. The report has a figure for every part."""
     for module, name in ((contestants, "READ_BYTES"), (transfers, "SIZES"), (device, "SQUARE")):

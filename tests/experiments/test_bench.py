@@ -377,6 +377,7 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
     assert wrong["GB/s"] is None and "it differs from xla by 1.0e+00" in wrong["not run because"]
 
 
+@pytest.mark.sampled(0)
 @needs("torch", "transformers")
 def test_transformers(tmp_path, capsys):
     rows = bench(tmp_path, "decode", "--against=transformers", "--batch=2", "--context=20")
@@ -554,6 +555,7 @@ def test_gguf(tmp_path):
             main(["bench", "gguf", f"--model={path}"])  # its default peer
 
 
+@pytest.mark.sampled(0)
 @needs("lm_eval")
 def test_lm_eval(tmp_path):
     """Without the peer, of which tests/lm_eval has the comparison."""

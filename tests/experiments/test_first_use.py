@@ -14,6 +14,7 @@ from kvjax.products import build
 FIND = "import os, pathlib; home = pathlib.Path(os.environ['XDG_CACHE_HOME']); "
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_the_library_is_built_for_all_others(tmp_path, monkeypatch):
     monkeypatch.delenv("KVJAX_PRODUCTS", raising=False)
@@ -49,6 +50,7 @@ def test_processes_find_the_library_and_what_the_first_of_their_name_kept(tmp_pa
         first_use.measure(Process("first", "full", ("-c", script)), tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["full", "razor_attention"])
 def test_a_process_says_what_its_runs_took(policy, capsys):
     first_call.main(Call("kvjax", "kvjax-tiny", policy, (6, 7), prompt=8, tokens=2, again=True))

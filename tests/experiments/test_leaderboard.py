@@ -157,6 +157,7 @@ def test_page_by_turn():
     assert turns_page.files({"rows": [made("h2o", 0.1, [1.2], [50.0])], "command": "x"}) == {}
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.filterwarnings("ignore:budget 0.* leaves")
 def test_cells_share_the_work_of_prompts(tmp_path):
     """In threads too, which measure several caches at once."""

@@ -14,6 +14,7 @@ def test_methods_that_flags_name():
     assert list(METHODS) == list(read_fraction.METHODS)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_points_of_a_selection_and_a_policy(tmp_path, capsys):
     output, plot = tmp_path / "results" / "points.json", tmp_path / "plots" / "points.png"

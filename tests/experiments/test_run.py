@@ -50,6 +50,7 @@ def measured_as(policy: str, budget: int | None) -> Measurement:
     )  # fmt: skip
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory maps are read from Linux's /proc")
 def test_a_session_of_many_runs_does_not_use_up_the_memory_maps(small, monkeypatch):
     """A sweep of 57 storages and policies once ended in a segmentation fault of the compiler."""

@@ -118,6 +118,7 @@ def one_stage(config: TrainConfig, context: int) -> None:
     )
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_many_devices_train_the_same_model(config, tmp_path):
     one_stage(config, 32)
@@ -270,6 +271,7 @@ def test_the_command_line_lists_its_own_configs():
         experiments.train.main(["train", "--config=train_tinny"])
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_a_card_says_what_was_trained(config, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "EVALUATION_PROMPTS", 8)

@@ -59,6 +59,7 @@ def interrupted(config, monkeypatch, step: int) -> None:
             train_gate.train_gate(config, progress=False)
 
 
+@pytest.mark.sampled(0)
 def test_an_interrupted_run_resumes_exactly(config, tmp_path, monkeypatch):
     whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
     train_gate.train_gate(whole, progress=False)

@@ -169,6 +169,7 @@ def test_an_interrupted_run_resumes_exactly(config, tmp_path, monkeypatch):
         tune.tune(config, progress=False)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_two_devices_train_the_same_model(config, tmp_path):
     config.steps = 4

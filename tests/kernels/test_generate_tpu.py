@@ -130,6 +130,7 @@ def test_the_decode_loop_moves_no_cache(shape, topology, dim):
         assert made.temporaries < made.cache // 50
 
 
+@pytest.mark.sampled(0)
 @needs_libtpu
 def test_the_decode_loop_moves_no_codes():
     """A kernel of the whole step reads each layer's codes, and writes one slot per head where they are."""
@@ -142,6 +143,7 @@ def test_the_decode_loop_moves_no_codes():
     assert made.temporaries < made.cache // 10
 
 
+@pytest.mark.sampled(0)
 @needs_libtpu
 def test_a_move_of_the_cache_would_be_seen(monkeypatch):
     """Slots that fill no tile are written after the kernel, and that rewrites the cache."""

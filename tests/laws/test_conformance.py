@@ -101,7 +101,7 @@ def score(
     return kvjax.log_likelihood(own, tokens, policy, prompt_length=lengths, lengths=fed, **options)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_limits_protection_and_distinct_positions_at_every_step(run):
     evicts = run.policy.when == "step"
     trace = evolve(model(run.name), run.prefilled, run.tokens, LENGTHS + NEW - 1)

@@ -178,7 +178,7 @@ def test_a_full_cache_prints_what_transformers_prints(name, folder, request):
                     assert a == (b if isinstance(b, str) else pytest.approx(b, rel=1e-5))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("shots", [0, 2])
 def test_tasks_of_experiments_print_what_lm_eval_prints(shots, tiny, shared_data, tmp_path):
     """Accuracy, and accuracy by length, of the same questions after the same examples."""

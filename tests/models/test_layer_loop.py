@@ -170,6 +170,7 @@ def _analyses(model):
     yield "infinigen", analysis.selected(model, TOKENS, SPECS["infinigen"], **own)
 
 
+@pytest.mark.sampled(0)
 def test_analyses_are_those_of_unrolled_layers():
     model = tiny(layers=LAYERS).model
 

@@ -35,7 +35,7 @@ def results(request) -> dict[str, dict]:
     return {line.pop("name"): line for line in lines}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_device(results, name):
     result = results[name]

@@ -212,6 +212,7 @@ def test_generated_stories_stand_in_for_every_text(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in generated.make(folder).rglob("*")} == before
 
 
+@pytest.mark.sampled(0)
 def test_an_entry_without_texts(tmp_path):
     command = [sys.executable, "-m", "experiments.paper", "h2o_fig3", "--fast", f"--output={tmp_path / 'out'}"]
     environment = os.environ | {"KVJAX_SHARED": str(tmp_path / "absent")}
