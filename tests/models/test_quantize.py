@@ -113,6 +113,7 @@ def test_a_plan_refuses_what_loading_would():
         plan(tied, policies.full(), prompt_length=8, new_tokens=2, weights=kvjax.WeightCodes(head=True))
 
 
+@pytest.mark.sampled(0)
 @needs_libtpu
 def test_a_tpu_writes_no_decoded_copy():
     """At the widths of a model of 1.3 billion parameters: matrices are decoded on chip."""

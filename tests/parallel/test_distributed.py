@@ -70,6 +70,7 @@ def several(folder):
         return count, found, dict(arrays)
 
 
+@pytest.mark.sampled(0)
 def test_equal_to_one_process(several, alone):
     _, _, found = several
     assert found.keys() == alone.keys()

@@ -25,6 +25,7 @@ needs_libtpu = pytest.mark.skipif(
 DEEP = dataclasses.replace(TINY, num_layers=6, windows=())
 
 
+@pytest.mark.sampled(0)
 @needs_libtpu
 def test_few_layers_tell_what_all_need():
     options = {"policy": policies.h2o(budget=63), "prompt_length": 256, "new_tokens": 64, "topology": "v5e:2x2"}
