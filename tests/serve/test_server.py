@@ -196,6 +196,7 @@ def test_a_request_of_nan_ends_with_an_error_and_others_go_on(model, sampling):
         server.wait_until_idle()
         health = server.health()
         assert health["status"] == "ok" and health["not_finite"] == 6 and health["requests"] == 13
+        assert health["rounds"] == health["drafted"] == health["accepted"] == 0
 
 
 def test_a_stream_that_becomes_nan_ends_with_an_event(model):
