@@ -138,6 +138,7 @@ def setting():
     products.use(before)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES[:1], ids=describe)
 @pytest.mark.parametrize("name", FORMS)
 def test_the_same_slots_stay(name, case, setting):

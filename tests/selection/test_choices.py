@@ -143,6 +143,7 @@ def test_shadowkv(numbers, heads):
     assert_same(run(made, batch), batch, expected(lambda: shadow(*numbers)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [name for name in LOOKS if not LOOKS[name][0].in_prompt])
 def test_the_new_token_behind_the_slots(name):
     """As where slots are held in a code. A short page's is that of the slot that it will be written to."""
@@ -157,6 +158,7 @@ def test_shadowkv_with_the_new_token_behind_the_slots():
     assert_same(run(made, batch, apart=True), batch, expected(lambda: shadow(5, 2, 4, 1, 1)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("columns", ["sum", "query", "union"])
 @pytest.mark.parametrize("heads", ["gqa", "mqa"])
 def test_infinigen_with_a_skew(heads, columns):
@@ -302,6 +304,7 @@ EVERY = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_row_alone_is_the_row_in_a_batch(name):
     batch, selection = texts("gqa", seed=6), EVERY[name]
@@ -335,6 +338,7 @@ def test_counts(name):
             np.testing.assert_array_equal(number, np.minimum(selection.most, candidates))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "selection",
     [

@@ -95,6 +95,7 @@ def expected(name: str) -> list[list[tuple]]:
     return rows
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_prompt_is_the_reference(name, monkeypatch):
     """Returns the outputs of the prompt; what follows is as after a prompt that is read whole."""

@@ -326,6 +326,7 @@ def server(model, tmp_path_factory):
         process.wait()
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(__import__("resource"), "prlimit"), reason="the limit of files of another process")
 def test_everything_at_once(server):
