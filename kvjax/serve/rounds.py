@@ -18,6 +18,7 @@ from kvjax.serve.intake import Ready
 from kvjax.serve.prompts import Prompts
 from kvjax.serve.request import Checked
 from kvjax.serve.row_loop import TOKENS_PER_READ
+from kvjax.serve.swap import committed
 from kvjax.speculation.drafts import GAMMA, Draft, Level, Own, Seen, resolve_levels
 from kvjax.speculation.levels import LevelPlan
 from kvjax.speculation.loop_state import Plan
@@ -166,9 +167,10 @@ class Rounds:
         budgets = self._budgets_of(prompt)
         if rows is None:
             width = self._prompts.limits.new_tokens + self._gamma
-            rows = draft_rows.empty_rows(
+            empty = draft_rows.empty_rows(
                 started.state, started.logits, entry, budgets, rows=self._count, width=width, gamma=self._gamma
             )
+            rows = committed(empty)
         return draft_rows.admit(
             rows, started.state, started.logits, np.int32(ready.source), np.int32(row), entry, budgets
         )

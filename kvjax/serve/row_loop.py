@@ -12,6 +12,7 @@ from kvjax.serve.decode_loop import Chunk, Entry, Rows
 from kvjax.serve.intake import Ready
 from kvjax.serve.prompts import Prompts
 from kvjax.serve.request import Checked
+from kvjax.serve.swap import committed
 from kvjax.typing import PyTree
 
 TOKENS_PER_READ = CHUNK  # row-steps of a chunk before idle rows end it: the host reads at most once per so many tokens
@@ -65,7 +66,7 @@ class Steps:
         """See `RowLoop.filled`."""
         started = ready.started
         if rows is None:
-            rows = decode_loop.empty_rows(started.state, entry, rows=self._count)
+            rows = committed(decode_loop.empty_rows(started.state, entry, rows=self._count))
         return decode_loop.admit(
             rows, started.state, started.logits, np.int32(ready.source), np.int32(row), entry
         )  # fmt: skip

@@ -18,6 +18,18 @@ Array = jax.Array
 T = TypeVar("T")
 
 
+def committed(batch: T) -> T:
+    """Commits arrays to the devices and memories where they are, as those are that `swap_in` returns.
+
+    A program of uncommitted arrays is another one, so that the first row that comes back would wait for a compiler.
+
+    Args:
+      batch: any arrays.
+    """
+    moved: T = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), batch)
+    return moved
+
+
 def swap_out(batch: T, row: int) -> T:
     """Copies a row of a batch to host memory; the copy may go on while the device runs other programs.
 

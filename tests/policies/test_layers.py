@@ -45,6 +45,7 @@ def score(policy, block=None):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "block"), [("h2o, window", 8), ("roco, full", None), ("longgen", None)])
 def test_slot_for_slot(name, block):
     policy, layers = CASES[name]
@@ -76,6 +77,7 @@ SAME = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_as_a_policy_that_says_so_otherwise(name):
     got, expected = map(score, SAME[name])

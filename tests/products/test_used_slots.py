@@ -177,6 +177,7 @@ def small_caches(monkeypatch):
 PROMPT, NEW = random_tokens(1, 9, seed=1)[0], 6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("held", [storage.dense(), storage.int8(), storage.turboquant(4)], ids=lambda held: held.name)
 def test_attention_does_not_depend_on_the_allocated_slots(small_caches, held):
     """Nor on the batch: the same tokens and log-probabilities, bit for bit."""

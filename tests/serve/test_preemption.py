@@ -14,7 +14,7 @@ from kvjax.cache.layer_stack import stacked_runs
 from kvjax.errors import InputError
 from kvjax.generation.sampling import Sample
 from kvjax.models import layer_loop
-from kvjax.serve import Request, Runner
+from kvjax.serve import Request, Runner, decode_loop
 from kvjax.serve.preemption import SwapSpace
 from kvjax.serve.swap import row_bytes, swap_in, swap_out
 from tests.tiny import VOCAB, tiny
@@ -91,6 +91,7 @@ def test_the_more_urgent_request_takes_a_row():
         runner.submit(request)
     runner.step()
     assert runner.load.running == 2 and runner.load.waiting == 1 and not runner.load.swapped
+    programs = decode_loop.decode_chunk._cache_size()
     for request in first[3:]:
         runner.submit(request)
     ended, most = [], 0
@@ -105,6 +106,7 @@ def test_the_more_urgent_request_takes_a_row():
     assert {*ids[:2]} == {3, 5} and ids[2:] == [1, 4, 0, 2] and most == 2
     assert runner.counts.preemptions == 2 and runner.load.swapped_bytes == 0
     assert runner.counts.swapped_bytes == 2 * row_bytes(runner._rows)
+    assert decode_loop.decode_chunk._cache_size() == programs, "rows that have come back need no other program"
     for result in ended:
         own = undisturbed()[result.id]
         np.testing.assert_array_equal(result.tokens, own.tokens)

@@ -48,6 +48,7 @@ INTEGERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("bits", "group", "dim", "dtype"),
     [(*case, DTYPES[i % 3]) for i, case in enumerate(INTEGERS)] + [(4, 16, 32, dtype) for dtype in DTYPES],

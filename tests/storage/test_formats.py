@@ -137,6 +137,7 @@ def test_lengths_of_extremes():
     assert parts["scale"] == np.float16(65504) and np.all(np.isfinite(decoded))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("codec", "dim"),
     [
@@ -186,6 +187,7 @@ BOUNDED = [(Bfp(8, 4), 12), (Bfp(3), 7), (Mxfp4(4), 12), (Levels(4), 12), (NORMA
            (TurboQuant(4), 7), (Nvfp4(4), 12), (Nvfp4(scale=0.25), 7)]  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @search
 @given(data=st.data())
@@ -364,6 +366,7 @@ def _lower(table):
     return np.nextafter(np.float32(np.add(table[1:], table[:-1]) / 2), np.float32(-2)) - 0.05
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutations_are_noticed(monkeypatch, name):
     codec, module, attribute, mutant = MUTANTS[name]

@@ -30,6 +30,7 @@ def logits_of(model, gates, relax, retention, gate, temperature=0.5):
     return jax.nn.log_softmax(Decoder(model.config).apply({"params": model.params}, hidden, method="logits"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("retention", "relax", "gate"),
     [
