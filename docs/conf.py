@@ -40,8 +40,8 @@ myst_linkify_fuzzy_links = False
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # tests execute the notebooks, and they are shipped with outputs
 
-# `make docs ARGS="-t plain"` checks texts, docstrings and links in a quarter of the time: no maps of kept slots, which
-# are programs that are compiled and run, and no theme, whose sidebar is made anew for every page.
+# `make docs ARGS="-t plain"` checks texts, docstrings and links, without what takes longest: maps of kept slots, which
+# are programs that are compiled and run, and the theme, whose sidebar is made anew for every page.
 plain = tags.has("plain")  # type: ignore[name-defined]  # noqa: F821
 maps = not plain
 

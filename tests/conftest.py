@@ -122,18 +122,21 @@ def find_shared() -> Path | None:
 
 #: Files that take long, the longest first: a worker that took one of them up last would keep the others waiting.
 LONG = (
-    "test_bench.py", "test_layer_loop.py", "test_parity.py", "test_models.py", "test_pretrained.py",
-    "test_speculate.py", "test_runner.py", "test_products.py", "test_prompt_reuse.py", "test_make_plan.py",
-    "test_docs.py", "test_sweep.py", "test_attention.py", "test_gradients.py", "test_slots.py", "test_train.py",
-    "test_compare.py", "test_step_tpu.py", "test_contexts.py", "test_worked_examples.py", "test_prefill_tpu.py",
-    "test_run.py", "test_offload.py", "test_heads.py", "test_tune.py", "test_host_memory.py",
-    "test_storage_conformance.py", "test_generate_tpu.py", "test_conformance.py", "test_calibration.py",
-    "test_documented_shapes.py", "test_decode_tpu.py", "test_generate.py", "test_prompt_replay.py",
-    "test_compiled.py", "test_batch.py", "test_context.py", "test_task_runs.py", "test_selection_quality.py",
-    "test_gear.py", "test_blocks.py", "test_pairs.py", "test_compositions.py", "test_tiers.py", "test_coded.py",
-    "test_odd_configs.py", "test_joint.py", "test_orbax.py", "test_segments.py", "test_reference.py",
-    "test_gates.py", "test_score_function.py", "test_sharding.py", "test_accelerator.py", "test_spec_text.py",
-    "test_recipes.py", "test_leaderboard.py", "test_properties.py", "test_measures.py", "test_pools.py",
+    "test_bench.py", "test_guides.py", "test_layer_loop.py", "test_parity.py", "test_models.py", "test_choices.py",
+    "test_pretrained.py", "test_speculate.py", "test_runner.py", "test_products.py", "test_server.py",
+    "test_forms.py", "test_prompt_reuse.py", "test_objectives.py", "test_make_plan.py", "test_docs.py",
+    "test_sweep.py", "test_attention.py", "test_gradients.py", "test_slots.py", "test_train.py", "test_compare.py",
+    "test_step_tpu.py", "test_formats.py", "test_contexts.py", "test_worked_examples.py", "test_prefill_tpu.py",
+    "test_run.py", "test_offload.py", "test_heads.py", "test_tune.py", "test_smollm2.py", "test_host_memory.py",
+    "test_matched.py", "test_scores.py", "test_storage_conformance.py", "test_generate_tpu.py",
+    "test_conformance.py", "test_calibration.py", "test_documented_shapes.py", "test_decode_tpu.py",
+    "test_generate.py", "test_prompt_replay.py", "test_public.py", "test_compiled.py", "test_install.py",
+    "test_batch.py", "test_context.py", "test_task_runs.py", "test_readme.py", "test_selection_quality.py",
+    "test_codecs.py", "test_gear.py", "test_blocks.py", "test_pairs.py", "test_finite.py", "test_kvarn.py",
+    "test_compositions.py", "test_tiers.py", "test_coded.py", "test_used_slots.py", "test_joint.py",
+    "test_prefix.py", "test_orbax.py", "test_segments.py", "test_quantize.py", "test_reference.py",
+    "test_layers.py", "test_imports.py", "test_gated_attention.py", "test_parameters.py", "test_gates.py",
+    "test_score_function.py", "test_sharding.py", "test_accelerator.py",
 )  # fmt: skip
 
 

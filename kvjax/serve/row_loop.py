@@ -15,7 +15,8 @@ from kvjax.serve.request import Checked
 from kvjax.serve.swap import committed
 from kvjax.typing import PyTree
 
-TOKENS_PER_READ = CHUNK  # row-steps of a chunk before idle rows end it: the host reads at most once per so many tokens
+# Idle rows end a chunk after this number of steps, summed over rows: the host reads at most once per so many tokens.
+TOKENS_PER_READ = CHUNK
 
 
 class RowLoop(Protocol):
