@@ -266,7 +266,7 @@ def test_a_folded_skew_is_the_one_at_run_time(name):
     folded, held = (skew.skewed(model, found, fold=fold) for fold in (True, False))
     assert skew.can_fold(model.config) and SKEW not in folded.params["layer_1"]["attention"]
     dense = score(model, policies.full()).logprobs
-    # Attention is sharp: to change keys by 1e-4 of their size changes these by 0.01. So rounding does by 1.7e-4 with AVX2.
+    # Attention is sharp: keys that differ by 1e-4 of their size change these by 0.01, and rounding with AVX2 by 1.7e-4.
     np.testing.assert_allclose(score(folded, policies.full()).logprobs, dense, atol=5e-4)
     one, two = (choices(each, alpha=1.0, ratio=0.3, cap=0.5) for each in (folded, held))
     np.testing.assert_array_equal(one.record.positions, two.record.positions)
