@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+import threading
 from pathlib import Path
 
 # With the TPU compiler installed, jax would look for a TPU; a machine with an accelerator may name it.
@@ -57,6 +58,31 @@ from kvjax import products  # noqa: E402
 
 # An accidental float64 or int32 -> float32 promotion is an error here.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# To say of each operation from where it was called takes a fifteenth of the time; no test reads it.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
+#: Programs that are lowered in one MLIR context. jax makes one for each program and loads all dialects into it, a tenth
+#: of the time; one for all would hold what all of them need.
+PROGRAMS_OF_A_CONTEXT = 200
+
+
+def share_contexts() -> None:
+    """Programs of a thread are lowered in the same MLIR context, and after some in another one."""
+    from jax._src.interpreters import mlir  # jax has no public way
+
+    make, own = mlir.make_ir_context, threading.local()
+
+    def shared():
+        own.programs = getattr(own, "programs", 0) + 1
+        if own.programs % PROGRAMS_OF_A_CONTEXT == 1:
+            own.context = make()
+        return own.context
+
+    mlir.make_ir_context = shared
+
+
+share_contexts()
 
 # A test must not depend on how long the compiler of kvjax's own products takes.
 products.await_native()

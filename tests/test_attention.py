@@ -334,6 +334,7 @@ SPLIT = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("case", "count"),
     [*((case, 2) for case in SPLIT), (SPLIT[0], 1), (SPLIT[2], 3), (SPLIT[0], 4), (SPLIT[3], 4)],

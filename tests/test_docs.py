@@ -69,6 +69,7 @@ def test_links_and_names():
     assert len(hooks) == 15 and all(callable(getattr(kvjax.selection.Selection, hook)) for hook in hooks)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("memory", ["device", "host"])
 def test_wide_enough_is_the_full_cache(page, name, memory):

@@ -74,6 +74,7 @@ def test_kvjax_imports_nothing_that_takes_long(tmp_path):
     assert "xla_cpu_disable_loop_unrolling" in done.stdout and not found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "program",
     [

@@ -72,6 +72,7 @@ print(*(native.load(target) is None for target in (native.TARGET, native.ATTEND,
 """
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="wheels for x86-64 Linux alone")
 def test_a_wheel_brings_the_libraries(tmp_path):

@@ -86,28 +86,28 @@ def test_transformers_agrees(tiny):
 @pytest.fixture(scope="module")
 def asked(tiny):
     """As many prompts of each task as fill batches: those that are left over would take a program of their own."""
-    config = RecallConfig(tasks=("passkey", "variable"), prompts=score.ROWS)
-    pairs = RecallConfig(tasks=("associative",), prompts=2 * score.ROWS)
-    return score.make_prompts(config, tiny, seed=3) | score.make_prompts(pairs, tiny, seed=3)
+    config = RecallConfig(tasks=("passkey", "variable", "associative"), prompts=score.ROWS)
+    return score.make_prompts(config, tiny, seed=3)
 
 
-@pytest.fixture(scope="module")
-def recalled(tiny, asked):
-    return score.exact_matches(tiny, asked, policies.full())
+def recalled(model, asked, *tasks, policy=None, **options):
+    return score.exact_matches(model, {task: asked[task] for task in tasks}, policy or policies.full(), **options)
 
 
-def test_what_is_in_the_cache_is_found_and_what_is_not_is_not(tiny, asked, recalled):
-    assert recalled["passkey"] >= 0.95
-    assert score.exact_matches(tiny, {"passkey": asked["passkey"]}, policies.local_only(budget=0.2))["passkey"] <= 0.05
-
-
-def test_word_pairs_are_found(recalled):
-    assert recalled["associative"] >= 0.85  # 94 % of 384 prompts; these are 32, whose share differs by 4 %
+def test_what_is_in_the_cache_is_found(tiny, asked):
+    found = recalled(tiny, asked, "passkey", "associative")
+    assert found["passkey"] >= 0.95
+    assert found["associative"] >= 0.8  # 94 % of 384 prompts; these are 16, whose share differs by 6 %
 
 
 @pytest.mark.sampled(0)
-def test_scoring_in_one_pass_is_generating_greedily(tiny, asked, recalled):
-    generated = {task: recalled[task] for task in ("passkey", "variable")}
+def test_what_is_not_in_the_cache_is_not_found(tiny, asked):
+    assert recalled(tiny, asked, "passkey", policy=policies.local_only(budget=0.2))["passkey"] <= 0.05
+
+
+@pytest.mark.sampled(0)
+def test_scoring_in_one_pass_is_generating_greedily(tiny, asked):
+    generated = recalled(tiny, asked, "passkey", "variable")
     assert {task: evaluate.exact_match(tiny.params, tiny.config, asked[task]) for task in generated} == generated
     assert len(set(generated.values())) > 1
 
@@ -123,13 +123,14 @@ def test_its_gate_keeps_facts_that_h2o_evicts(tiny, asked):
     policy = policies.learned(0.2, gate=policies.MlpGate(128), recent=25, sinks=4)
     passkeys = {"passkey": asked["passkey"][:8]}
     ready = kvjax.calibrated(tiny, policy, kvjax.load_calibration("kvjax-tiny-gate"))
-    found = score.exact_matches(ready, passkeys, policy, prefill_block=164)["passkey"]
-    h2o = score.exact_matches(tiny, passkeys, policies.h2o(0.2), prefill_block=164)["passkey"]
+    found = recalled(ready, passkeys, "passkey", policy=policy, prefill_block=164)["passkey"]
+    h2o = recalled(tiny, passkeys, "passkey", policy=policies.h2o(0.2), prefill_block=164)["passkey"]
     assert found >= h2o + 0.3
     with pytest.raises(StorageError, match="Gates that kvjax contains: kvjax-tiny-gate"):
         kvjax.load_calibration("kvjax-tiny-gat")
 
 
+@pytest.mark.sampled(0)
 def test_it_reads_a_book_it_never_saw(tiny, shared_data):
     (path,) = (shared_data / "data/lm").rglob("great_expectations*.txt")
     tokenizer = tokenizers.Tokenizer.from_file(str(bundled("kvjax-tiny") / "tokenizer.json"))

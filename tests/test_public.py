@@ -191,6 +191,7 @@ def test_shapes_and_dtypes_are_shown():
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -108,6 +108,7 @@ def test_passkeys_stand_in_the_text_and_at_its_end():
     np.testing.assert_array_equal(again.tokens, made.tokens)
 
 
+@pytest.mark.sampled(0)
 def test_the_head_that_looks_far_back_is_found():
     """KV head 0 of the second layer is an induction head; that of the first layer looks one token back."""
     config = dataclasses.replace(decoder_config(TrainConfig(), bos=0), max_positions=300, num_layers=2, windows=())

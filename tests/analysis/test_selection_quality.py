@@ -290,6 +290,7 @@ def test_layers_that_add_nothing_have_equal_inputs():
 # --- skews ---
 
 
+@pytest.mark.sampled(0)
 def test_skew_effect():
     """Means of `selected` of the model and of the skewed one, whose choices are the reference's."""
     got = analysis.skew_effect(

@@ -57,30 +57,31 @@ def results(request) -> dict[str, dict]:
     return {line.pop("name"): line for line in lines}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", RUN)
-def test_equals_one_device(results, name):
+def test_slots_on_several_devices(results, name):
+    """All that is to be seen of a case, in one test: a sample of cases then runs few of them."""
+    assert_equals_one_device(results[name], name)
+    (assert_xla_gathers_no_keys_and_values if name in BY_XLA else assert_few_collectives)(results[name], name)
+
+
+def assert_equals_one_device(result, name):
     """Outputs, and which positions every head holds after every step, of ragged rows that end at different times."""
-    result = results[name]
     assert result["output"] < 1e-5, result
     assert result["positions_equal"] and result["read_equal"], result
     assert result["divided"] == [list(CASES[name].divided)] * len(result["divided"]), result
 
 
-@pytest.mark.parametrize("name", BY_XLA)
-def test_xla_gathers_no_keys_and_values(results, name):
+def assert_xla_gathers_no_keys_and_values(result, name):
     """It gathers positions in blocks of a prompt, fewer numbers than a device's keys and values."""
-    result = results[name]
     assert len(result["collectives"]) <= 9, result
     most = max(result["collectives"] + result["in branches"])
     assert most < result["local_rows"] * result["local_slots"] * 2 * DIM, result
     assert not result["copied"] and result["uneven"] < 1.05, result
 
 
-@pytest.mark.parametrize("name", [name for name in RUN if name not in BY_XLA])
-def test_few_collectives(results, name):
+def assert_few_collectives(result, name):
     """A compiled step has few, none of one number per slot, and updates the cache in place."""
-    result = results[name]
     assert len(result["collectives"]) <= COLLECTIVES.get(name, 2), result
     assert max(result["collectives"], default=0) < result["local_rows"] * result["local_slots"], result
     assert not result["copied"]

@@ -257,6 +257,7 @@ def test_ends(how):
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_marked_tests_are_counted_however_they_end(monkeypatch, tmp_path, concurrent):
     monkeypatch.setattr(children, "GRACE", 0.2)
@@ -320,6 +321,7 @@ def test_every_part_in_the_smallest_sizes(small, monkeypatch, tmp_path):
     assert "quest, on host" in cells["host"][3] and "full, on host" in cells["host"][3]
 
 
+@pytest.mark.sampled(0)
 def test_a_part_in_a_process_of_its_own(monkeypatch, tmp_path):
     """The command as a user gives it, with the real question what device there is, and one real part."""
     every = parts.of

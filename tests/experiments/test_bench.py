@@ -137,6 +137,7 @@ def test_forms(tmp_path):
     assert products.setting() == "fixed", "as before"
 
 
+@pytest.mark.sampled(0)
 def test_selections(tmp_path):
     rows = bench(tmp_path, "selections", "--context=64", "--batch=2")
     assert len({row["cache"] for row in rows}) == len(rows) == 8
@@ -268,6 +269,7 @@ def test_storages(tmp_path, monkeypatch):
     assert rows["h2o, int8"]["MB"] < rows["h2o, dense"]["MB"] and rows["full, quest"]["times dense"] > 0
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_stream(tmp_path):
     rows = bench(tmp_path, "stream", "--slots=64", "--tokens=40")
@@ -323,6 +325,7 @@ def test_transfers(tmp_path, monkeypatch):
         main(["bench", "transfers"])
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_memory(tmp_path):
     rows = bench(tmp_path, "memory", "--against=none", "--context=20,40")

@@ -194,6 +194,7 @@ def test_bytes_against_quality_where_storages_are_swept(tmp_path, small):
     assert trades.plot(shown, "perplexity").startswith(b"\x89PNG")
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_storages_and_selections_are_swept(small, calls):
     small.policy = PolicyConfig(name="full")

@@ -89,6 +89,7 @@ def tensors(config: TrainConfig):
     return (Path(config.output) / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path):
     whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
@@ -132,6 +133,7 @@ def test_many_devices_train_the_same_model(config, tmp_path):
     np.testing.assert_allclose([two[step] for step in sorted(one)], [one[step] for step in sorted(one)], rtol=2e-4)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_the_loss_falls_and_the_export_is_what_was_trained(config):
     folder = train.train(dataclasses.replace(config, steps=40, stage_ends=(20,)), progress=False)

@@ -128,6 +128,7 @@ def test_windows_depend_on_the_seed_and_the_step_and_cover_the_texts():
     np.testing.assert_array_equal(texts.evaluation(3, 11)[:, 1], [0, 10, 20])
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_an_interrupted_run_resumes_exactly(config, tmp_path, monkeypatch):
     whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
@@ -191,6 +192,7 @@ def test_two_devices_train_the_same_model(config, tmp_path):
     np.testing.assert_allclose(one, other, rtol=2e-3)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_a_model_that_looks_far_back_learns_to_do_without(config, tmp_path):
     """Trained under the full cache it counts letters over the whole window; one token of it tells less, and is taken

@@ -57,7 +57,7 @@ def assert_alike(one, other):
                 np.testing.assert_array_equal(own, expected)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_cache_is_that_of_a_prompt_of_its_own(name):
     model, spec = tiny().model, SPECS[name]

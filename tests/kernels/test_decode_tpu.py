@@ -149,7 +149,7 @@ def compiled(topology, codec):
         ).compile()  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("topology", "codec", "share"),

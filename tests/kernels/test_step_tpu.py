@@ -21,7 +21,7 @@ from tests.kernels.conftest import needs_libtpu
 from tests.kernels.steps import Steps, build, decoding, one_step
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 # Of the policies that the test below has no tiles of: positions, blocks of them, one query's probabilities, a sum that
 # fades; and one of those. `test_registry` has what a kernel takes of each.
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
             np.testing.assert_allclose(ours.stats[stat], column, atol=1e-5, err_msg=stat)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "steps",

@@ -128,7 +128,7 @@ def check_limits(run: layers.Run, policy: Policy, protected: Callable[[int, int]
                 assert all(set(range(n, tokens)) < set(positions) for positions in heads)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_limits_rows_by_themselves_and_room_for_everything(name):
     for budget in (0.5, ROOM):
@@ -150,6 +150,7 @@ def test_limits_rows_by_themselves_and_room_for_everything(name):
 SOME = ("adakv(snapkv)", "after_prefill(pyramidkv, roco)")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SOME)
 def test_a_row_alone_and_more_room_than_tokens(name):
     """In arrays of another size."""

@@ -101,7 +101,7 @@ def score(
     return kvjax.log_likelihood(own, tokens, policy, prompt_length=lengths, lengths=fed, **options)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_limits_protection_and_distinct_positions_at_every_step(run):
     evicts = run.policy.when == "step"
     trace = evolve(model(run.name), run.prefilled, run.tokens, LENGTHS + NEW - 1)
@@ -125,6 +125,7 @@ def test_limits_protection_and_distinct_positions_at_every_step(run):
                 assert (steps[NEW:, row, head] == steps[NEW - 1, row, head]).all(), "a row at its end is unchanged"
 
 
+@pytest.mark.sampled(8)
 def test_generation_evolves_as_log_likelihood_and_is_greedy(run):
     trace = evolve(model(run.name), run.prefilled, run.tokens, LENGTHS + NEW - 1)
     for row, n in enumerate(LENGTHS):
@@ -138,7 +139,7 @@ def test_generation_evolves_as_log_likelihood_and_is_greedy(run):
         )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 # Of each step and of the prompt: without a program for all, each operation is compiled by itself.
 @pytest.mark.parametrize("run", ["scissorhands", "pyramidkv"], indirect=True)
 def test_jit_changes_nothing(run):

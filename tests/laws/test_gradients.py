@@ -45,7 +45,7 @@ POLICIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "policy", POLICIES, ids=lambda policy: policy.name if policy.merge is None else f"{policy.name}-merge"
 )
@@ -65,7 +65,7 @@ def test_along_any_direction_it_is_the_difference_quotient(policy):
     assert slope == pytest.approx(quotient, rel=0.02, abs=1.5e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", policies.MERGES)
 def test_what_is_merged_has_a_gradient(name):
     """CaM's shares are of attention that was counted, and constants; where nothing goes there is nothing to divide."""
@@ -120,7 +120,7 @@ def without_codes(policy, way):
 BITS = Codec(_bits, _to_bits, _from_bits)  # loses nothing, and an integer has no gradient
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("policy", "residual"),
@@ -135,7 +135,7 @@ def test_it_passes_straight_through_codes(policy, residual):
             np.testing.assert_allclose(one, two, atol=2e-6, rtol=1e-4)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 @pytest.mark.parametrize(("storage", "near"), [(int4(residual=5), 0.25), (fp8(), 0.15)], ids=str)
 def test_a_score_through_codes_and_its_gradient(storage, near):

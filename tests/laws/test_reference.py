@@ -45,7 +45,7 @@ def run_case(worked_cases, index: int, **changes):
     )
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("index", range(CASES))
 def test_worked_case(worked_cases, index):
     cases, arrays, _, config = worked_cases

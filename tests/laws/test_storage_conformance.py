@@ -143,7 +143,7 @@ def describe(case: Case) -> str:
     return f"{case.policy}-{'|'.join(case.codecs)}-{case.residual}-{case.block}-{case.heads}".replace(" ", "_")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=describe)
 def test_a_step_is_one_on_what_was_stored(case):

@@ -22,6 +22,7 @@ from experiments.tasks.words import HELD_OUT
 from kvjax.cache import CacheSpec
 from kvjax.checkpoint.locate import PRETRAINED
 from kvjax.errors import InputError
+from kvjax.lm_eval import __main__ as command
 from kvjax.policies import full
 from tests.conftest import ROOT
 from tests.experiments.test_multiple_choice import EXPECTED
@@ -204,7 +205,8 @@ def test_tasks_of_experiments_print_what_lm_eval_prints(shots, tiny, shared_data
             np.testing.assert_allclose(own["logprobs"], theirs, atol=2e-3)
 
 
-def test_the_command_records_what_it_ran_and_needs_no_torch(folder, tmp_path):
+@pytest.mark.sampled(0)
+def test_the_command_records_what_it_ran_and_needs_no_torch(folder, tiny, tmp_path):
     """A policy with commas and brackets is one argument, and results.json says what it was."""
     policy = "after_prefill(snapkv(window=16), then=roco)"
     links = tmp_path / "links"
@@ -220,8 +222,8 @@ def test_the_command_records_what_it_ran_and_needs_no_torch(folder, tmp_path):
         [
             # Without site, whose folders are not on the path then.
             sys.executable, "-S", "-c", program, "--model", "kvjax", "--include_path", str(folder), "--tasks",
-            f"kvjax_piqa,kvjax_texts_{TINY},kvjax_answers", "--limit", "2", "--batch_size", "2", "--output_path",
-            str(tmp_path / "out"), "--model_args", f"path={TINY},policy={policy},budget=0.2,storage=int8",
+            "kvjax_piqa,kvjax_answers", "--limit", "1", "--batch_size", "2", "--output_path", str(tmp_path / "out"),
+            "--model_args", f"path={tiny},policy={policy},budget=0.2,storage=int8",
         ],
         cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
@@ -266,13 +268,8 @@ def test_conversations_are_those_of_transformers(prefilled, tmp_path):
         own.chat_template("c")
 
 
-def test_an_unknown_argument_is_one_paragraph(folder):
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "kvjax.lm_eval", "--model", "kvjax", "--include_path", str(folder), "--tasks",
-            "kvjax_piqa", "--model_args", f"path={TINY},polcy=h2o",
-        ],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "does not take 'polcy'; it takes add_bos_token" in done.stderr.splitlines()[-1]
+def test_an_unknown_argument_is_one_paragraph(folder, monkeypatch, capsys):
+    arguments = ["--model", "kvjax", "--include_path", str(folder), "--tasks", "kvjax_piqa", "--model_args"]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments, f"path={TINY},polcy=h2o"])
+    assert command.main() == command.USAGE_ERROR
+    assert "does not take 'polcy'; it takes add_bos_token" in capsys.readouterr().err.splitlines()[-1]

@@ -111,7 +111,7 @@ WIDE = dataclasses.replace(
 )  # fmt: skip
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 def test_a_tpu_holds_two_layers_at_most_and_no_pool(topology):

@@ -43,6 +43,7 @@ def prompts():
     return np.minimum(random_tokens(4, 16, seed=3), BAD - 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "block"), [("h2o", None), ("h2o", 8), ("full", None), ("int4", 8)])
 def test_a_prompt_of_nan_ends_its_row_alone(name, block):
     clean, given = prompts(), prompts()

@@ -35,65 +35,54 @@ def results(request) -> dict[str, dict]:
     return {line.pop("name"): line for line in lines}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_device(results, name):
-    result = results[name]
+def test_a_mesh(results, name):
+    """All that is to be seen of a case, in one test: a sample of cases then runs few of them."""
+    result, case = results[name], CASES[name]
+    assert_equals_one_device(result, case)
+    assert_is_spread(result)
+    assert_moves_no_cache(result, case)
+    if case.rows < ROWS:
+        assert_copies_are_spread(result["copies"])
+    if case.refilled:
+        assert result["served_equal"] and result["served"] == case.rows, result
+
+
+def assert_equals_one_device(result, case):
     assert result["tokens_equal"], result
     assert result["slots_equal"], result
-    coded = not CASES[name].storage.exact
+    coded = not case.storage.exact
     # A number halfway between two codes may be rounded to either; the next tokens then attend to another number.
     assert result["logprob_error"] < (5e-3 if coded else 1e-5), result
     # The condition of a fit multiplies the rounding of its values and weights.
-    rounding = 1e-3 if CASES[name].policy == "matched" else 1e-4
+    rounding = 1e-3 if case.policy == "matched" else 1e-4
     assert result["cache_error"] < rounding + 1.01 * result["code_step"], result
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_state_is_spread(results, name):
-    result = results[name]
+def assert_is_spread(result):
     assert result["state_shards"] == result["expected_state_shards"]
+    assert result["parameter_shards"] == result["expected_parameter_shards"]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rows < ROWS])
-def test_copies_are_spread(results, name):
+def assert_copies_are_spread(found):
     """Three copies on eight devices are three rows of eight, the others of which hold nothing."""
-    found = results[name]["copies"]
     assert found["error"] < 1e-5, found
     assert found["rows"] == [3, 3] and found["shards"][0] == 1, found
     alone, spread = found["lengths"]
     assert spread == [*alone, *[0] * 5], found
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.refilled])
-def test_refilled_rows_equal_one_device(results, name):
-    found = results[name]
-    assert found["served_equal"] and found["served"] == CASES[name].rows, found
+def assert_moves_no_cache(result, case):
+    """Collectives of the compiled step carry hidden states and logits, never slots; the state is updated in place.
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_parameters_are_spread(results, name):
-    result = results[name]
-    assert result["parameter_shards"] == result["expected_parameter_shards"]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_decode_step_moves_no_cache_between_devices(results, name):
-    """Collectives of the compiled step carry hidden states and logits, never slots; the state is updated in place."""
-    result = results[name]
-    # Where slots are divided, fewer numbers are held than move; none of these is of a slot.
-    assert CASES[name].parts > 1 or result["largest_collective"] < result["cache_shard_elements"], result["collectives"]
-    assert result["aliased"] >= result["state_bytes"], result
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_collectives_do_not_grow_with_the_slots(results, name):
-    """Compares with the step of a cache that has about four times as many slots.
-
-    Where the query heads of a KV head are on several devices, their statistics and ranks are added up: one number per
-    slot, but nothing of D features.
+    They do not grow with the slots, by comparison with the step of a cache that has about four times as many. Where
+    the query heads of a KV head are on several devices, their statistics and ranks are added up: one number per slot,
+    but nothing of D features.
     """
-    result = results[name]
+    # Where slots are divided, fewer numbers are held than move; none of these is of a slot.
+    assert case.parts > 1 or result["largest_collective"] < result["cache_shard_elements"], result["collectives"]
+    assert result["aliased"] >= result["state_bytes"], result
     most = 0 if result["heads_divided"] else result["numbers_per_slot"]
     assert max(result["growing_collectives"].values(), default=0) <= most, result
 

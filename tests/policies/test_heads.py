@@ -167,6 +167,7 @@ def test_as_text():
     assert build("policy", f"razor_attention({table})", budget=9) == policies.razor_attention(HALF, 9)
 
 
+@pytest.mark.sampled(0)
 def test_the_induction_head_of_the_first_parameters_is_found():
     config = dataclasses.replace(decoder_config(TrainConfig(), bos=0), max_positions=300)
     model = kvjax.Model(config, initial_parameters(config, jax.random.key(0)))

@@ -78,18 +78,23 @@ def test_a_row_does_not_depend_on_its_neighbours(transposed, dtype, width):
         x, kernel = operands(13, inputs, outputs, transposed)
         kernel = kernel.astype(dtype)
         run = lambda x, kernel: FORMS["native"].run(x, kernel, transposed, jnp.float32)  # noqa: E731
-        whole = run(x, kernel)
         order = np.random.default_rng(0).permutation(13)
-        np.testing.assert_array_equal(run(x[order], kernel), whole[order])
-        batch = run(jnp.stack([x, x]), jnp.stack([kernel, kernel]))
-        np.testing.assert_array_equal(batch, np.stack([whole, whole]))
-        for rows in (1, 2, 3, 4, 5, 8, 12):
-            part = x[1 : 1 + rows]
-            for got in (
-                run(part, kernel),
-                run(part[None], kernel[None])[0],
-                run(jnp.stack([part] * 3), jnp.stack([kernel] * 3))[1],
-            ):
+
+        @jax.jit  # one program for all numbers of rows, which compiles in a fifth of the time
+        def products(x, kernel, run=run, order=order):
+            alone, batches = {}, {}
+            for rows in (1, 2, 3, 4, 5, 8, 12):
+                part = x[1 : 1 + rows]
+                alone[rows] = run(part, kernel)
+                batches[rows] = run(part[None], kernel[None])[0], run(jnp.stack([part] * 3), jnp.stack([kernel] * 3))[1]
+            both = run(jnp.stack([x, x]), jnp.stack([kernel, kernel]))
+            return run(x, kernel), run(x[order], kernel), both, alone, batches
+
+        whole, ordered, both, alone, batches = products(x, kernel)
+        np.testing.assert_array_equal(ordered, whole[order])
+        np.testing.assert_array_equal(both, np.stack([whole, whole]))
+        for rows, one in alone.items():
+            for got in (one, *batches[rows]):
                 np.testing.assert_array_equal(got, whole[1 : 1 + rows], err_msg=f"{rows} x {inputs} x {outputs}")
 
 

@@ -115,7 +115,7 @@ def shadow(rank, chunk, budget, local, outliers):
     return reference.ShadowKV(SCALE, turned, rank, chunk, budget, local, outliers)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("heads", "window"), CASES)
 @pytest.mark.parametrize("name", LOOKS)
 def test_every_choice_is_the_reference(name, heads, window):

@@ -140,7 +140,7 @@ LATER_PAGES = policies.after_prefill(
 )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("look", "policy", "block", "window"),
     [
@@ -258,6 +258,7 @@ def choices(model, **arguments):
     return score(model, policies.full(), look, record=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["opt", "learned, gqa"])  # each query head with its own matrix, and groups
 def test_a_folded_skew_is_the_one_at_run_time(name):

@@ -49,7 +49,7 @@ def kept(about: dict) -> policies.Policy:
     return policies.from_layer(policy, first=first) if first else policy
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("case", "fold"), CASES)
 def test_choices_kept_slots_and_log_probabilities(examples, models, case, fold):
     about = json.loads(bytes(examples["cases"]))[case]

@@ -45,7 +45,7 @@ def assert_equal(one, other):
         assert a.sharding.memory_kind == b.sharding.memory_kind and a.dtype == b.dtype
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_requests_continue_a_prefix(name, tmp_path):
     runner = runner_for(name)

@@ -71,7 +71,7 @@ def assert_same(result, expected):
     np.testing.assert_allclose(result.logprobs, expected.logprobs[0, :count], atol=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_each_request_is_as_it_is_alone(name):
     runner = runner_for(name)

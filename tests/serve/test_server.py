@@ -132,7 +132,7 @@ def alone(model, prompt, tokens, **options):
 def test_two_hundred_clients(server, model):
     """Greedy and sampled, whole and as streams: each answer is that of the request alone."""
     drawn = {"temperature": 0.9, "top_p": 0.9, "seed": 7}
-    tokens = [5, 20, 33, 60]
+    tokens = [5, 12, 20, 30]
     expected = {}
     for number, prompt in enumerate(PROMPTS):
         expected[number, False] = alone(model, prompt, tokens[number])

@@ -67,6 +67,7 @@ def expected():
     return made
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_tokens_are_those_without_drafts(name):
     # Rows are swapped in one case alone: each costs programs.

@@ -67,6 +67,7 @@ def assert_counts(made, gamma):
     assert np.all(np.diff(counts.accepted, axis=1) <= 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_the_text_is_that_of_plain_generation(name):
     """Sampled; rows accept different numbers."""
@@ -77,6 +78,7 @@ def test_the_text_is_that_of_plain_generation(name):
     assert [kept(made.state, row) for row in range(3)] == [kept(expected.state, row) for row in range(3)]
 
 
+@pytest.mark.sampled(0)
 def test_refused_tokens_leave_no_trace_in_the_statistics_of_slots(monkeypatch):
     """The statistics are those of a full cache that observes, fed with the same tokens one by one."""
     monkeypatch.setattr(Target, "plain_state", lambda target, state: state)
@@ -156,6 +158,7 @@ def test_another_model_drafts():
     assert made.drafts.acceptance < 1
 
 
+@pytest.mark.sampled(0)
 def test_the_ratio_rule_has_the_distribution_of_the_target():
     """Two levels, 256 rows of each of two prompts, beside as many of plain sampling.
 
@@ -235,6 +238,7 @@ def worked(shared_data, kind):
             yield case, given, {name: arrays[f"{number}_{name}"] for name in case["outputs"]}
 
 
+@pytest.mark.sampled(0)
 def test_worked_rounds_of_own_caches(stories, shared_data):
     for case, given, expected in worked(shared_data, "speculate_own"):
         about = case["arguments"]

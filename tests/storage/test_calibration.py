@@ -194,6 +194,7 @@ def test_ranks_of_their_own_for_each_layer():
             part.bytes_per_slot(dim, "float32")
 
 
+@pytest.mark.sampled(0)
 def test_training_lowers_the_loss():
     """Gradients reach the directions through the scores of a text (MatryoshkaKV trains them so)."""
     own, tokens, held = model(), random_tokens(2, 16, seed=7), storage.low_rank(3, 3)

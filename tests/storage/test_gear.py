@@ -121,6 +121,7 @@ def test_factors_are_as_good_as_the_best(shape, rank):
     assert np.all(np.asarray(zeros[0] @ zeros[1].T) == 0)
 
 
+@pytest.mark.sampled(0)
 def test_a_row_alone_is_the_row_in_a_batch():
     """Its blocks of the prompt and those after it lie in arrays of other sizes."""
     for row in (1, 2):

@@ -128,6 +128,7 @@ def test_latents_in_integers():
     assert {leaf.dtype.name for leaf in jax.tree.leaves(layer.stores)} == {"uint8", "float32"}
 
 
+@pytest.mark.sampled(0)
 def test_gradients_reach_the_directions():
     own, tokens, held = tiny().model, random_tokens(1, 14, seed=7), storage.cskv(6, 4)
     made = kvjax.calibrate(own, tokens, held)

@@ -147,6 +147,7 @@ def test_bytes_are_those_of_the_definition():
     assert storage.kvarn().bytes_per_slot(128, "bfloat16") == 70 + 38
 
 
+@pytest.mark.sampled(0)
 def test_a_row_alone_is_the_row_in_a_batch():
     for row in (1, 2):
         prompt = tuple(x[row : row + 1, :, : LENGTHS[row]] for x in random()[0])

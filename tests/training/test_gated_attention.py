@@ -30,7 +30,7 @@ def logits_of(model, gates, relax, retention, gate, temperature=0.5):
     return jax.nn.log_softmax(Decoder(model.config).apply({"params": model.params}, hidden, method="logits"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("retention", "relax", "gate"),
     [
@@ -58,6 +58,7 @@ def test_it_is_the_cache(retention, relax, gate):
     assert np.abs(full.logprobs - expected.logprobs).max() > 1e-2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("relax", ["soft", "decay", "mask"])
 def test_gradients_of_relaxations(relax):
     """Against a difference along a random direction."""

@@ -195,6 +195,7 @@ def test_errors_of_names_and_texts(entries, tmp_path, monkeypatch):
         Settings(ModelConfig(), tmp_path).file("book")
 
 
+@pytest.mark.sampled(0)
 def test_generated_stories_stand_in_for_every_text(tmp_path):
     """Each file is one that the readers of the real ones take, with as many rows and questions as an entry asks for."""
     folder = generated.make(tmp_path / "texts")
