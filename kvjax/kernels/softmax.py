@@ -58,11 +58,14 @@ def leaves_out_slots(problem: Problem) -> bool:
 
 def used_slots(problem: Problem) -> Array | None:
     """Returns the number of slots up to the last one that a query sees, [B, K] int32; None to read all slots."""
-    if not leaves_out_slots(problem):
-        return None
-    slot = jnp.arange(1, problem.slots + 1, dtype=jnp.int32)
+    return last_seen(visible(problem)) if leaves_out_slots(problem) else None
+
+
+def last_seen(mask: Array) -> Array:
+    """Returns the number of slots up to the last one that a query sees: [B, K, n, S] bool -> [B, K] int32."""
+    slot = jnp.arange(1, mask.shape[-1] + 1, dtype=jnp.int32)
     # [B, K]
-    return jnp.max(jnp.where(visible(problem)[:, :, 0], slot, 0), axis=2)
+    return jnp.max(jnp.where(mask, slot, 0), axis=(2, 3))
 
 
 def scores(problem: Problem) -> Array:

@@ -1,10 +1,11 @@
-// Attention of one query per head over the slots of a cache that are in use, for CPUs: an XLA custom call (jax.ffi).
+// Attention of a few queries per head over the slots of a cache that are in use, for CPUs: an XLA custom call (jax.ffi).
 //
 // Logits, their softmax and the sum of the values are computed for some slots at a time, which stay in the first-level
 // cache, so that keys and values are read once and nothing else is written to memory.
 //
-// Every sum is formed in an order that depends on the slots alone, and not on how many are allocated, on the other rows
-// of a batch, or on the number of threads.
+// Every sum is formed in an order that depends on the slots alone, and not on how many are allocated, on the other
+// queries, on the other rows of a batch, or on the number of threads: a token that is fed in a block gets the bits that
+// it gets when it is fed by itself.
 
 #include <algorithm>
 #include <cmath>
@@ -24,49 +25,40 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr float kLeast = -87.0f;
 
 // exp(x) for x <= 0, to 1e-7 of it, without branches. Cody and Waite: x = n log 2 + r.
-inline float Exp(float x) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: its sum with n is rounded to a whole number
-  x = x < kLeast ? kLeast : x;
-  const float n = (x * 1.44269504f + magic) - magic;
-  const float r = Fma(n, -1.42860677e-6f, Fma(n, -0.693145752f, x));
-  float sum = 1.0f / 5040;
-  sum = Fma(sum, r, 1.0f / 720);
-  sum = Fma(sum, r, 1.0f / 120);
-  sum = Fma(sum, r, 1.0f / 24);
-  sum = Fma(sum, r, 1.0f / 6);
-  sum = Fma(sum, r, 0.5f);
-  sum = Fma(sum, r, 1.0f);
-  sum = Fma(sum, r, 1.0f);
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
+inline Vector Exp(Vector x) {
+  typedef int32_t Whole __attribute__((vector_size(4 * kLanes)));
+  const Vector magic = Splat(12582912.0f);  // 1.5 * 2^23: its sum with n is rounded to a whole number
+  x = x < kLeast ? Splat(kLeast) : x;
+  const Vector n = (x * 1.44269504f + magic) - magic;
+  const Vector r = Fma(n, Splat(-1.42860677e-6f), Fma(n, Splat(-0.693145752f), x));
+  Vector sum = Splat(1.0f / 5040);
+  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = Fma(sum, r, Splat(term));
+  const Whole bits = (__builtin_convertvector(n, Whole) + 127) << 23;
+  Vector power;
   std::memcpy(&power, &bits, sizeof(power));
   return sum * power;
 }
+inline float Exp(float x) { return Exp(Splat(x))[0]; }
 
 // What one row has found in a part of the slots.
 struct Found {
   float top, total;
 };
 
-// Logits x [kSlots] become weights exp(x - top), 0 for a slot that is not seen. Loops over lanes become vectors.
+// Logits x [kSlots] become weights exp(x - top), 0 for a slot that is not seen; `seen` has 1 or 0 for each.
 inline Found Weights(float* x, const float* seen, int64_t slots, float scale) {
-  float tops[kLanes], totals[kLanes];
-  for (int j = 0; j < kLanes; j++) tops[j] = kLowest, totals[j] = 0;
+  Vector tops = Splat(kLowest), totals = {};
   for (int64_t s = 0; s < slots; s += kLanes) {
-    for (int j = 0; j < kLanes; j++) {
-      const float logit = seen[s + j] > 0 ? x[s + j] * scale : kLowest;
-      x[s + j] = logit;
-      tops[j] = logit > tops[j] ? logit : tops[j];
-    }
+    const Vector logit = Load(seen + s) > 0 ? Load(x + s) * scale : Splat(kLowest);
+    Store(x + s, logit);
+    tops = logit > tops ? logit : tops;
   }
   float top = tops[0];
   for (int j = 1; j < kLanes; j++) top = tops[j] > top ? tops[j] : top;
   for (int64_t s = 0; s < slots; s += kLanes) {
-    for (int j = 0; j < kLanes; j++) {
-      const float weight = seen[s + j] * Exp(x[s + j] - top);
-      x[s + j] = weight;
-      totals[j] += weight;
-    }
+    const Vector weight = Load(seen + s) * Exp(Load(x + s) - top);
+    Store(x + s, weight);
+    totals += weight;
   }
   float total = totals[0];
   for (int j = 1; j < kLanes; j++) total += totals[j];
@@ -75,18 +67,19 @@ inline Found Weights(float* x, const float* seen, int64_t slots, float scale) {
 
 template <typename W>
 struct Problem {
-  const float* query;    // [count, rows, dim]
+  const float* query;    // [count, rows, dim]; the rows are [heads, queries]
   const W *key, *value;  // where `caches` begin
-  const bool* seen;      // [count, slots]
+  const bool* seen;      // [count, queries, slots]
   const int32_t* used;   // [count]
   float *output, *lse;   // [count, rows, dim] and [count, rows]
-  int64_t rows;
+  int64_t rows, queries;
   float scale;
 };
 
 template <typename W>
 void Attend(ffi::ThreadPool& pool, const Caches& caches, const Problem<W>& problem) {
-  const int64_t count = caches.count, rows = problem.rows, slots = caches.slots, dim = caches.dim;
+  const int64_t count = caches.count, rows = problem.rows, queries = problem.queries, slots = caches.slots;
+  const int64_t dim = caches.dim;
   const int64_t parts = (slots + kSlots - 1) / kSlots;
   const auto end = [&](int64_t i) { return std::clamp<int64_t>(problem.used[i], 0, slots); };
   const std::unique_ptr<float[]> sums(new float[count * parts * rows * dim]);
@@ -97,16 +90,20 @@ void Attend(ffi::ThreadPool& pool, const Caches& caches, const Problem<W>& probl
     if (size <= 0) return;
     // Whole vectors: there are as many logits beyond the last slot that are not seen.
     static thread_local float weights[kMaxRows * kSlots] __attribute__((aligned(64)));
-    float marks[kSlots] = {};
-    for (int64_t s = 0; s < size; s++) marks[s] = problem.seen[product * slots + start + s] ? 1.0f : 0.0f;
+    static thread_local float marks[kMaxRows * kSlots];
     const int64_t whole = (size + kLanes - 1) / kLanes * kLanes;
+    for (int64_t q = 0; q < queries; q++) {
+      const bool* seen = problem.seen + (product * queries + q) * slots + start;
+      for (int64_t s = 0; s < size; s++) marks[q * kSlots + s] = seen[s] ? 1.0f : 0.0f;
+      std::fill(marks + q * kSlots + size, marks + q * kSlots + whole, 0.0f);
+    }
     const int64_t first = caches.begin(product) + start * dim;
     (AreKeys(dim) ? AnyKeys<W> : Rows<W>)(problem.query + product * rows * dim, problem.key + first, weights, rows,
                                           dim, kSlots, 0, size);
     for (int64_t r = 0; r < rows; r++) {
       float* own = weights + r * kSlots;
       std::fill(own + size, own + whole, 0.0f);
-      found[i * rows + r] = Weights(own, marks, whole, problem.scale);
+      found[i * rows + r] = Weights(own, marks + r % queries * kSlots, whole, problem.scale);
     }
     SumOfSlots<W>(weights, kSlots, problem.value + first, dim, sums.get() + i * rows * dim, rows, size);
   });
@@ -131,16 +128,18 @@ void Attend(ffi::ThreadPool& pool, const Caches& caches, const Problem<W>& probl
   }
 }
 
-// query [..., rows, dim], seen [..., slots], and used [...]: the number of slots up to the last one that is seen; output
-// [..., rows, dim] and the log-sum-exps of the logits, lse [..., rows]; in the order of the caches.
+// query [..., rows, dim], whose rows are [heads, queries]; seen [..., queries, slots]; used [...]: the number of slots up
+// to the last one that a query sees; output [..., rows, dim] and the log-sum-exps of the logits, lse [..., rows]; in the
+// order of the caches.
 ffi::Error RunAttendOf(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer key, ffi::AnyBuffer value,
                        const Caches& caches, ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> used,
                        ffi::ResultBuffer<ffi::F32> output, ffi::ResultBuffer<ffi::F32> lse, float scale) {
-  const auto shape = query.dimensions();
-  const int64_t rows = shape[shape.size() - 2];
+  const auto shape = query.dimensions(), marks = seen.dimensions();
+  const int64_t rows = shape[shape.size() - 2], queries = marks.size() < 2 ? 0 : marks[marks.size() - 2];
   if (!caches.known) return ffi::Error::InvalidArgument("there is no such layer of caches");
+  if (queries < 1 || rows % queries) return ffi::Error::InvalidArgument("each head must have the same queries");
   if (static_cast<int64_t>(used.element_count()) != caches.count ||
-      static_cast<int64_t>(seen.element_count()) != caches.count * caches.slots ||
+      static_cast<int64_t>(seen.element_count()) != caches.count * queries * caches.slots ||
       key.element_count() != value.element_count())
     return ffi::Error::InvalidArgument("keys, values, seen and used must be of the same caches");
   if (rows > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
@@ -148,7 +147,7 @@ ffi::Error RunAttendOf(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32> query, ffi::
     using W = std::remove_pointer_t<decltype(type)>;
     Attend<W>(pool, caches, {query.typed_data(), static_cast<const W*>(key.untyped_data()),
                              static_cast<const W*>(value.untyped_data()), seen.typed_data(), used.typed_data(),
-                             output->typed_data(), lse->typed_data(), rows, scale});
+                             output->typed_data(), lse->typed_data(), rows, queries, scale});
     return ffi::Error::Success();
   };
   if (key.element_type() == ffi::F32 && value.element_type() == ffi::F32) return run(static_cast<float*>(nullptr));

@@ -63,7 +63,6 @@ inline Bytes LoadBytes(const uint8_t* p, int64_t n) {
   std::memcpy(&bytes, p, n);
   return bytes;
 }
-inline void Store(float* p, Vector v) { *reinterpret_cast<Vector*>(p) = v; }
 
 // Codes as integers. GCC converts vectors of bytes in several steps, which takes three times as long.
 inline Integers Unsigned(Bytes bytes) {
@@ -178,15 +177,6 @@ struct Vectors {
     return (group * places + in_group % places) * padded + in_group / places;
   }
 };
-
-// The sums of N = kLanes vectors, of which each level of additions halves the number; one by one takes 3 times as long.
-template <int N>
-inline Vector Sums(const Vector* v) {
-  if constexpr (N == 1)
-    return *v;
-  else
-    return SumPairs(Sums<N / 2>(v), Sums<N / 2>(v + N / 2));
-}
 
 // The products of R rows with the channels of one group of N slots, as vectors whose entries are to be added up, sums
 // [R, kLanes]. x [R, coded] and codes are of the group.

@@ -31,9 +31,19 @@ constexpr int64_t kMaxRows = 64;
 constexpr int64_t kMaxKey = 512;
 // Of so many rows each is multiplied by itself; of more, several at a time.
 constexpr int64_t kMaxKeyRows = 4;
-// Of the vectors of a cache: slots that one thread takes at a time, and columns whose sums are in registers.
+// Rows that share the vectors of a key in registers, and keys that share those of a row: kLanes sums.
+constexpr int kKeyRows = kLanes > 8 ? 4 : 2;
+constexpr int kKeys = kLanes / kKeyRows;
+// Of the vectors of a cache: slots that one thread takes at a time.
 constexpr int64_t kSlots = 256;
+// Columns whose sums are in registers, for R rows: 16 sums, and 8 where there are 16 registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+template <int R>
 constexpr int kVectors = 4;
+#else
+template <int R>
+constexpr int kVectors = R < 4 ? 4 : 2;
+#endif
 
 // R rows of y for C outputs: dot products of rows of x with rows of W. The first rows of x ask for the next ones of W.
 template <int R, int C, bool First, typename W>
@@ -105,12 +115,29 @@ inline void KeysOfRow(const float* x, const W* w, float* y, int64_t inputs, int6
     for (int64_t v = 0; v < vectors; v++)
       sum[key] = Fma(Load(x + v * kLanes), Load(w + key * vectors * kLanes + v * kLanes), sum[key]);
   }
-  // The sum over lanes of all of them at once, instead of one by one.
-  for (int left = kLanes / 2; left > 0; left /= 2) {
-    for (int i = 0; i < left; i++) sum[i] = SumPairs(sum[2 * i], sum[2 * i + 1]);
+  const Vector sums = Sums<kLanes>(sum);
+  std::memcpy(y, &sums, std::min<int64_t>(count, kLanes) * sizeof(float));
+}
+
+// As `KeysOfRow`, for kKeyRows rows and kKeys keys, with the same sums.
+template <int V, typename W>
+inline void KeysOfRows(const float* x, const W* w, float* y, int64_t inputs, int64_t outputs) {
+  const int64_t vectors = V ? V : inputs / kLanes;
+  Vector sum[kLanes] = {};
+  for (int64_t v = 0; v < vectors; v++) {
+    Vector weight[kKeys];
+    for (int key = 0; key < kKeys; key++) {
+      weight[key] = Load(w + key * vectors * kLanes + v * kLanes);
+      InRegister(weight[key]);
+    }
+    for (int r = 0; r < kKeyRows; r++) {
+      const Vector value = Load(x + r * inputs + v * kLanes);
+      for (int key = 0; key < kKeys; key++) sum[r * kKeys + key] = Fma(value, weight[key], sum[r * kKeys + key]);
+    }
   }
-  const int64_t bytes = std::min<int64_t>(count, kLanes) * sizeof(float);
-  std::memcpy(y, &sum[0], bytes);
+  const Vector sums = Sums<kLanes>(sum);
+  const float* each = reinterpret_cast<const float*>(&sums);
+  for (int r = 0; r < kKeyRows; r++) std::memcpy(y + r * outputs, each + r * kKeys, kKeys * sizeof(float));
 }
 
 // y[:, start:end] of y = x Wᵀ for keys W [outputs, inputs], inputs a multiple of kLanes, at most kMaxKey. A result
@@ -119,7 +146,12 @@ template <int V, typename W>
 void Keys(const float* x, const W* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t start,
           int64_t end) {
   for (int64_t n = start; n < end; n += kLanes) {
-    for (int64_t b = 0; b < rows; b++) {
+    int64_t b = 0;
+    for (; n + kLanes <= end && b + kKeyRows <= rows; b += kKeyRows) {
+      for (int key = 0; key < kLanes; key += kKeys)
+        KeysOfRows<V>(x + b * inputs, w + (n + key) * inputs, y + b * outputs + n + key, inputs, outputs);
+    }
+    for (; b < rows; b++) {
       const float* row = x + b * inputs;
       // With a constant number there are no branches.
       if (n + kLanes <= end)
@@ -163,8 +195,8 @@ inline void AddSlots(const float* x, int64_t inputs, const W* w, int64_t dim, fl
 template <int R, typename W>
 void AddSlotsOfRows(const float* x, int64_t inputs, const W* w, int64_t dim, float* y, int64_t slots) {
   int64_t n = 0;
-  for (; n + kVectors * kLanes <= dim; n += kVectors * kLanes)
-    AddSlots<R, kVectors>(x, inputs, w + n, dim, y + n, slots);
+  for (; n + kVectors<R> * kLanes <= dim; n += kVectors<R> * kLanes)
+    AddSlots<R, kVectors<R>>(x, inputs, w + n, dim, y + n, slots);
   for (; n + kLanes <= dim; n += kLanes) AddSlots<R, 1>(x, inputs, w + n, dim, y + n, slots);
   for (; n < dim; n++) {
     for (int r = 0; r < R; r++) {

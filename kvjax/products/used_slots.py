@@ -76,22 +76,22 @@ def _slots_jvp(
 def attend_slots(query: Array, key: Array, value: Array, seen: Array, used: Array, scale: float) -> tuple[Array, Array]:
     """Attends to the first slots of each of a batch of caches, in float32.
 
-    The result is the same, bit for bit, for any number of slots, of caches and of threads.
+    The result is the same, bit for bit, for any number of slots, of queries, of caches and of threads.
 
     Args:
-      query: [*batch, rows, D].
+      query: [*batch, G * n, D], the n queries of each of G heads, those of a head together.
       key: [*batch, S, D].
       value: [*batch, S, D], of the dtype of keys.
-      seen: [*batch, S] bool, whether the rows see each slot.
-      used: [*batch] int32, the number of slots up to the last one that is seen.
+      seen: [*batch, n, S] bool, whether each query sees each slot.
+      used: [*batch] int32, the number of slots up to the last one that a query sees.
       scale: factor of the logits.
 
     Returns:
-      The output [*batch, rows, D] and the log-sum-exps [*batch, rows], float32; 0 and -inf where no slot is seen.
+      The output [*batch, G * n, D] and the log-sum-exps [*batch, G * n], float32; 0 and -inf where no slot is seen.
     """
     results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (query.shape, query.shape[:-1]))
     call = jax.ffi.ffi_call(native.ATTEND, results, vmap_method="sequential")
-    # [*batch, rows, D] and [*batch, rows]
+    # [*batch, G * n, D] and [*batch, G * n]
     output, lse = call(query.astype(jnp.float32), key, value, seen, used, scale=np.float32(scale))
     return output, lse
 
@@ -101,17 +101,17 @@ def _attend_jvp(
     scale: float, primals: tuple[Array, ...], tangents: tuple[Array, ...]
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     query, key, value, seen, _ = primals
-    # [*batch, 1, S]
-    mask = seen[..., None, :]
+    # [*batch, G * n, S]
+    mask = jnp.tile(seen, (1,) * (seen.ndim - 2) + (query.shape[-2] // seen.shape[-2], 1))
 
     def plain(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-        # [*batch, rows, S]
+        # [*batch, G * n, S]
         logits = jnp.where(mask, scale * dot(query, key, True, jnp.float32), jnp.finfo(jnp.float32).min)
-        # [*batch, rows, 1]
+        # [*batch, G * n, 1]
         top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-        # [*batch, rows, S]
+        # [*batch, G * n, S]
         weight = jnp.where(mask, jnp.exp(logits - top), 0.0)
-        # [*batch, rows, 1]
+        # [*batch, G * n, 1]
         total = jnp.sum(weight, axis=-1, keepdims=True)
         known = jnp.where(total > 0, total, 1.0)
         lse = jnp.where(total > 0, top + jnp.log(known), -jnp.inf)

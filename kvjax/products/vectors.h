@@ -46,6 +46,7 @@ inline Vector Load(const BFloat16* p) {
   std::memcpy(&v, &wide, sizeof(v));
   return v;
 }
+inline void Store(float* p, Vector v) { *reinterpret_cast<Vector*>(p) = v; }
 inline float Scalar(const float* p) { return *p; }
 inline float Scalar(const BFloat16* p) {
   uint32_t wide = static_cast<uint32_t>(p->bits) << 16;
@@ -108,17 +109,42 @@ inline float Sum(Vector v) {
   return v[0];
 }
 
-// The sums of neighbours in a, then those in b. As `Sum` adds the lanes of one vector, this does those of several.
+// The sums of neighbours in a and in b: in each chunk of 4 lanes two of a, then two of b, which one instruction picks.
 inline Vector SumPairs(Vector a, Vector b) {
 #if defined(__AVX512F__)
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
 #elif defined(__AVX__)
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+  return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
+         __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
 #else
   return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
 #endif
+}
+
+// The sums of neighbouring chunks of 4 lanes in a, then those in b.
+inline Vector SumChunks(Vector a, Vector b) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+#elif defined(__AVX__)
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+         __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+  return a + b;  // never used: a vector is one chunk
+#endif
+}
+
+// The sums over the lanes of N = kLanes vectors, each of which adds what `Sum` does in its order. Each level of additions
+// halves the number of vectors; one by one takes 3 times as long.
+template <int N>
+inline Vector Sums(const Vector* v) {
+  if constexpr (N == 1)
+    return *v;
+  else if constexpr (N <= 4)
+    return SumPairs(Sums<N / 2>(v), Sums<N / 2>(v + N / 2));
+  else
+    return SumChunks(Sums<N / 2>(v), Sums<N / 2>(v + N / 2));
 }
 
 // Calls work(i) for all i < count, in the caller and in the threads of the pool. The caller waits only for work that

@@ -51,8 +51,8 @@ def test_caches_are_those_of_their_layer(dtype, index):
     keys, values = (x[:, index] for x in stacks)
     query = normal(batch, heads, rows, dim)
     used = jnp.asarray([[300, 17, 0], [256, 257, 1]], jnp.int32)
-    # [B, K, S]
-    seen = jnp.arange(slots, dtype=jnp.int32) < used[..., None]
+    # [B, K, 1, S]
+    seen = jnp.arange(slots, dtype=jnp.int32) < used[..., None, None]
 
     def run(key, value):
         # [B, K, rows, S]

@@ -1,5 +1,7 @@
 """Products with the slots of a cache that are in use: the others are not read, and change no bit of a result."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,49 +82,71 @@ def test_gradients(transposed):
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def attention(rows, count, dim, dtype="float32"):
+def attention(rows, count, dim, dtype="float32", queries=1):
     """Queries, keys and values whose unused slots are NaN, and the slots that are seen: none, some and the last one."""
     query, key, used = operands(rows, count, dim, True, dtype)
-    seen = np.random.default_rng(dim).random((3, count)) < 0.7
-    seen[np.arange(3), np.asarray(used) - 1] = True
-    seen &= np.arange(count) < np.asarray(used)[:, None]
+    seen = np.random.default_rng(dim).random((3, queries, count)) < 0.7
+    seen[np.arange(3), -1, np.asarray(used) - 1] = True
+    seen &= np.arange(count) < np.asarray(used)[:, None, None]
     return 3 * query, key, key[..., ::-1], jnp.asarray(seen), used
 
 
-def test_attention_is_that_of_the_slots_that_are_seen(width):
-    for rows, count, dim in SHAPES:
+@pytest.mark.parametrize("queries", [1, 5])
+def test_attention_is_that_of_the_slots_that_are_seen(queries, width):
+    for heads, count, dim in SHAPES:
+        rows = heads if queries == 1 else heads % 4 * queries + queries
         for dtype in ("float32", "bfloat16"):
-            query, key, value, seen, used = attention(rows, count, dim, dtype)
+            query, key, value, seen, used = attention(rows, count, dim, dtype, queries)
             output, lse = attend_slots(query, key, value, seen, used, 0.5)
             np.testing.assert_array_equal(output[0], 0)
             np.testing.assert_array_equal(lse[0], -np.inf)
-            for number in (1, 2):
-                own = np.asarray(seen[number])
+            for number, row in itertools.product((1, 2), range(rows)):
+                own = np.asarray(seen[number, row % queries])
                 keys, values = (np.asarray(x[number], np.float64)[own] for x in (key, value))
-                logits = 0.5 * np.asarray(query[number], np.float64) @ keys.T
-                weight = np.exp(logits - logits.max(axis=1, keepdims=True))
-                total = weight.sum(axis=1, keepdims=True)
-                np.testing.assert_allclose(output[number], weight / total @ values, atol=2e-5)
-                np.testing.assert_allclose(lse[number], (np.log(total) + logits.max(1, keepdims=True))[:, 0], rtol=2e-6)
+                logits = 0.5 * keys @ np.asarray(query[number, row], np.float64)
+                top = logits.max(initial=-1e30)
+                weight = np.exp(logits - top)
+                if not own.any():
+                    np.testing.assert_array_equal(output[number, row], 0)
+                    np.testing.assert_array_equal(lse[number, row], -np.inf)
+                    continue
+                np.testing.assert_allclose(output[number, row], weight @ values / weight.sum(), atol=2e-5)
+                np.testing.assert_allclose(lse[number, row], np.log(weight.sum()) + top, rtol=2e-6)
 
 
 def test_no_bit_of_attention_depends_on_what_else_there_is(width):
     query, key, value, seen, used = attention(7, 700, 80)
     whole, live = attend_slots(query, key, value, seen, used, 0.1), int(used[1])
     short = attend_slots(
-        query[1:2, 2:5], key[1:2, :live], value[1:2, :live], seen[1:2, :live], used[1:2], 0.1
+        query[1:2, 2:5], key[1:2, :live], value[1:2, :live], seen[1:2, :, :live], used[1:2], 0.1
     )  # fmt: skip
     for one, other in zip(whole, short, strict=True):
         np.testing.assert_array_equal(one[1, 2:5], other[0])
 
 
-def test_gradients_of_attention():
-    query, key, value, seen, used = attention(2, 40, 16)
+@pytest.mark.parametrize("dim", [64, 80, 20])
+def test_a_query_of_a_block_gets_the_bits_that_it_gets_alone(dim, width):
+    queries = 5
+    query, key, value, seen, used = attention(3 * queries, 700, dim, queries=queries)
+    whole = attend_slots(query, key, value, seen, used, 0.1)
+    for place in range(queries):
+        own = seen[:, place : place + 1]
+        last = jnp.max(jnp.where(own, jnp.arange(1, 701), 0), axis=(1, 2)).astype(jnp.int32)
+        alone = attend_slots(query[:, place::queries], key, value, own, last, 0.1)
+        for one, other in zip(whole, alone, strict=True):
+            np.testing.assert_array_equal(one[:, place::queries], other)
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+def test_gradients_of_attention(queries):
+    query, key, value, seen, used = attention(4, 40, 16, queries=queries)
     key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
+    # [3, 4, 40]
+    mask = jnp.tile(seen, (1, 4 // queries, 1))
 
     def plain(query, key, value):
-        logits = jnp.where(seen[:, None], 0.5 * dot(query, key, True, jnp.float32), -1e30)
-        return dot(jnp.where(seen[:, None], jax.nn.softmax(logits), 0.0), value, False, jnp.float32)
+        logits = jnp.where(mask, 0.5 * dot(query, key, True, jnp.float32), -1e30)
+        return dot(jnp.where(mask, jax.nn.softmax(logits), 0.0), value, False, jnp.float32)
 
     def gradient(function):
         return jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), (0, 1, 2))(query, key, value)

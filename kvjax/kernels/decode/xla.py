@@ -49,9 +49,9 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
       The output [B, K, G, n, D] in value's dtype and the log-sum-exps [B, K, G, n]; and what `column_sums` returns.
     """
     check(problem, shorter_values=True)
-    if _in_one_pass(problem):
+    if in_one_pass(problem):
         # [B, K, G, n, D] and [B, K, G, n]
-        output, lse = jax.lax.platform_dependent(problem, cpu=_attend_slots, default=_attend_whole)
+        output, lse = jax.lax.platform_dependent(problem, cpu=attend_used, default=_attend_whole)
         return Attended(output, lse), {}
     # [B, K, n, S]
     mask = softmax.visible(problem)
@@ -64,25 +64,37 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     return Attended(output, lse), softmax.column_sums(problem, probability, share)
 
 
-def _in_one_pass(problem: Problem) -> bool:
-    """Whether attention is that of `kvjax.products.used_slots.attend_slots` on CPUs, which reports no statistics."""
+def in_one_pass(problem: Problem) -> bool:
+    """Whether attention on CPUs is `attend_used`, which reports no statistics.
+
+    Of one query, where products leave out slots; and of a block of a few that follow on others, as a verified draft.
+    """
     key, value = problem.key, problem.value
     if isinstance(key, Coded) or isinstance(value, Coded) or (key.shape, key.dtype) != (value.shape, value.dtype):
         return False
     if problem.statistics or any(x is not None for x in (problem.soft_cap, problem.log_weight, problem.offset)):
         return False
-    if not (softmax.leaves_out_slots(problem) and reads_used_slots(problem.query[:, :, :, 0], key)):
+    batch, kv_heads, group, n, dim = problem.query.shape
+    if problem.causal or (n == 1 and not softmax.leaves_out_slots(problem)):
         return False
-    return native.load(native.ATTEND) is None
+    rows = jax.ShapeDtypeStruct((batch, kv_heads, group * n, dim), problem.query.dtype)
+    return reads_used_slots(rows, key) and native.load(native.ATTEND) is None
 
 
-def _attend_slots(problem: Problem) -> tuple[Array, Array]:
-    used = softmax.used_slots(problem)
-    assert used is not None
-    # [B, K, G, D] and [B, K, S]: of the one query of each head
-    query, seen = problem.query[:, :, :, 0], softmax.visible(problem)[:, :, 0]
-    output, lse = attend_slots(query, problem.key, problem.value, seen, used, problem.scale)
-    return output[:, :, :, None].astype(problem.value.dtype), lse[..., None]
+def attend_used(problem: Problem) -> tuple[Array, Array]:
+    """Attends to the slots in use by kvjax's own code, which reads keys and values once; see `attend_slots`.
+
+    Returns:
+      The output [B, K, G, n, D] in value's dtype and the log-sum-exps [B, K, G, n].
+    """
+    *shape, dim = problem.query.shape
+    batch, kv_heads, group, n = shape
+    # [B, K, n, S]
+    seen = softmax.visible(problem)
+    # [B, K, G * n, D]
+    query = problem.query.reshape(batch, kv_heads, group * n, dim)
+    output, lse = attend_slots(query, problem.key, problem.value, seen, softmax.last_seen(seen), problem.scale)
+    return output.reshape(*shape, dim).astype(problem.value.dtype), lse.reshape(shape)
 
 
 def _attend_whole(problem: Problem) -> tuple[Array, Array]:

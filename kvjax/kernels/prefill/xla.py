@@ -57,7 +57,16 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, Sums]:
         attended, sums = rows.attend_and_reduce(part)
         return (attended.output, attended.lse), sums
 
-    (output, lse), sums = _over_tiles(tile, problem)
+    def in_tiles(problem: Problem) -> tuple[Rows, Sums]:
+        return _over_tiles(tile, problem)
+
+    def at_once(problem: Problem) -> tuple[Rows, Sums]:
+        return rows.attend_used(problem), {}
+
+    if rows.in_one_pass(problem):
+        (output, lse), sums = jax.lax.platform_dependent(problem, cpu=at_once, default=in_tiles)
+    else:
+        (output, lse), sums = in_tiles(problem)
     return Attended(output, lse), sums
 
 
