@@ -86,8 +86,9 @@ def test_transformers_agrees(tiny):
 @pytest.fixture(scope="module")
 def asked(tiny):
     """As many prompts of each task as fill batches: those that are left over would take a program of their own."""
-    config = RecallConfig(tasks=("passkey", "variable", "associative"), prompts=score.ROWS)
-    return score.make_prompts(config, tiny, seed=3)
+    config = RecallConfig(tasks=("passkey", "variable"), prompts=score.ROWS)
+    pairs = RecallConfig(tasks=("associative",), prompts=2 * score.ROWS)
+    return score.make_prompts(config, tiny, seed=3) | score.make_prompts(pairs, tiny, seed=3)
 
 
 def recalled(model, asked, *tasks, policy=None, **options):
@@ -97,7 +98,7 @@ def recalled(model, asked, *tasks, policy=None, **options):
 def test_what_is_in_the_cache_is_found(tiny, asked):
     found = recalled(tiny, asked, "passkey", "associative")
     assert found["passkey"] >= 0.95
-    assert found["associative"] >= 0.8  # 94 % of 384 prompts; these are 16, whose share differs by 6 %
+    assert found["associative"] >= 0.85  # 94 % of 384 prompts; these are 32, whose share differs by 4 %
 
 
 @pytest.mark.sampled(0)

@@ -259,6 +259,7 @@ def test_a_policy_with_room_for_everything_misses_nothing():
         assert np.nanmin(analysis.jaccard(model, TOKENS, policy, top=5, **arguments)) == 1
 
 
+@pytest.mark.sampled(0)
 def test_slots_in_a_code_and_slots_that_are_not_read():
     """Rows are those of what attention saw: decoded keys, and the slots that a selection chose."""
     arguments = {"prompt_length": PROMPTS, "lengths": LENGTHS}
@@ -288,6 +289,7 @@ def test_texts_of_many_lengths_share_their_programs():
     assert (scan.scan_steps._cache_size(), scan.scan_tiles._cache_size()) == programs
 
 
+@pytest.mark.sampled(0)
 def test_a_text_of_several_calls():
     """`STEPS` steps are one call; what is carried and what each query leaves goes on."""
     policy = policies.window(budget=9)

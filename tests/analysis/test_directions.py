@@ -73,6 +73,7 @@ def test_attention_is_the_definition(window):
     np.testing.assert_allclose(got, expected, atol=5e-6)
 
 
+@pytest.mark.sampled(0)
 def test_ranks_are_what_a_cache_of_these_directions_computes():
     model, ranks = tiny().model, np.array([[[3, 6], [8, 2]], [[4, 4], [5, 7]]], np.int32)
     key, value = np.moveaxis(ranks, 1, 0)

@@ -195,6 +195,7 @@ def test_selected(heads, name):
         assert {mutation for mutation, seen in differs.items() if not seen} == same
 
 
+@pytest.mark.sampled(0)
 def test_nothing_of_n_slots_covers_more_than_the_best():
     """Both runs have the same queries: the layer before reads everything."""
     model, most = tiny("gqa").model, 5
@@ -218,6 +219,7 @@ def test_everything_chosen_covers_everything():
     np.testing.assert_allclose([got.overlap[at], got.mass[at], got.share[at]], 1, atol=1e-6)
 
 
+@pytest.mark.sampled(0)
 def test_split_heads_are_in_the_model_s_order():
     """KV heads that stream read all that they hold; numbers and shares are those of the record."""
     policy = policies.duo_attention([[1, 0], [0, 1]], sinks=1, recent=6)

@@ -68,6 +68,7 @@ def layouts_asked_for(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(0)
 def test_nobody_else_asks_which_layout_there_is():
     for path in (*(ROOT / "kvjax").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()

@@ -79,7 +79,7 @@ def test_peak_memory_of_weights_that_are_quantised(tmp_path):
     assert result["peak"] < result["model"] + largest + 3 * SLACK < exact
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @needs_proc
 @pytest.mark.parametrize("kind", ["Q4_1", "F16"])
 def test_peak_memory_of_gguf(kind, tmp_path):

@@ -101,6 +101,7 @@ def test_errors(model, tmp_path):
     gc.collect()  # Orbax leaves futures of what it could not read, whose collection warns
 
 
+@pytest.mark.sampled(0)
 def test_sharded(tmp_path):
     """Eight simulated devices: `load` and Orbax put parameters and caches where the mesh wants them, unchanged."""
     script = Path(__file__).with_name("sharded.py")

@@ -55,7 +55,7 @@ def grown(context):
     return larger
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FED)
 def test_a_grown_context_goes_on_as_one_with_more_room(name):
     larger, whole = grown(begun(FED[name], 4)), begun(FED[name], TOTAL - PROMPT)

@@ -64,6 +64,7 @@ def test_tables_compare_row_by_row():
     assert "phases(full, rkv(window=8)) 0.375 (0.375 to 0.375) 75 % 0.50 0.25" in text
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_caches_are_scored_and_a_run_is_continued(tmp_path, capsys):
     window = "phases(full, window(every=4))"

@@ -220,6 +220,7 @@ def test_a_request_of_nan_is_an_error_and_others_go_on(folder, capsys, monkeypat
         assert f"requests.jsonl, line {2 * number + 2}: the log-probability" in said
 
 
+@pytest.mark.sampled(0)
 def test_what_results_depend_on(folder):
     """Lines that are moved, and other contents of files, make another run of it."""
     (folder / "mine.py").write_text("from kvjax.policies import h2o\n\n\ndef own(budget):\n    return h2o(budget)\n")

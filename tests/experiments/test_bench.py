@@ -130,6 +130,7 @@ def test_products(tmp_path, capsys):
     assert "products: fixed" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(0)
 def test_forms(tmp_path):
     rows = bench(tmp_path, "forms", "--policies=h2o", "--batch=2", "--context=20")
     assert [(row["products"], row["batch"], row["context"]) for row in rows] == [("fixed", 2, 20), ("auto", 2, 20)]
@@ -356,6 +357,7 @@ def test_kernels(tmp_path):
     assert all(row["not run because"] and row["ms"] is None for row in refused)
 
 
+@pytest.mark.sampled(0)
 def test_kernels_of_one_kind(tmp_path):
     rows = bench(tmp_path, "kernels", "--grid=4x16x8", "--kinds=step", "--implementation=pallas_tpu", "--interpret=tpu")
     assert [(row["implementation"], row["statistics"], row["kernel"]) for row in rows] == [
@@ -472,6 +474,7 @@ def test_a_grid_is_read():
     assert kernels.parse("12x512x64") == (12, 512, 64)
 
 
+@pytest.mark.sampled(0)
 def test_prefixes(tmp_path):
     arguments = ("--requests=24", "--batch=2", "--context=150", "--policies=full")
     plain, stored = bench(tmp_path, "prefixes", *arguments)
@@ -531,6 +534,7 @@ def test_serve(tmp_path):
         main(["bench", "serve", *QUICK, *arguments, "--servers=here"])
 
 
+@pytest.mark.sampled(0)
 @needs("gguf")
 def test_gguf(tmp_path):
     from tests.checkpoint import test_gguf_codes as gguf

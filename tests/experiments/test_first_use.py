@@ -50,7 +50,7 @@ def test_processes_find_the_library_and_what_the_first_of_their_name_kept(tmp_pa
         first_use.measure(Process("first", "full", ("-c", script)), tmp_path)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("policy", ["full", "razor_attention"])
 def test_a_process_says_what_its_runs_took(policy, capsys):
     first_call.main(Call("kvjax", "kvjax-tiny", policy, (6, 7), prompt=8, tokens=2, again=True))

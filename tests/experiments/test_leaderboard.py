@@ -171,6 +171,7 @@ def test_cells_share_the_work_of_prompts(tmp_path):
         assert (one["slots"], one["kv_bytes"]) == (other["slots"], other["kv_bytes"])
 
 
+@pytest.mark.sampled(0)
 def test_end_to_end_and_again(tmp_path, capsys):
     command = [
         "leaderboard", "--config=leaderboard_tiny", "--config.model.path=none", "--config.model.shape=tiny",

@@ -32,6 +32,7 @@ def test_points_of_a_selection_and_a_policy(tmp_path, capsys):
     assert first == plot.read_bytes() and "infinigen" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("flag", "match"),
     [

@@ -329,6 +329,7 @@ def test_the_generated_text_is_the_same_everywhere():
     assert text.isascii()
 
 
+@pytest.mark.sampled(0)
 def test_a_storage_is_calibrated_by_a_story_or_by_a_file(small, tmp_path):
     """The file wins; a story is no text of the run, and the same every time."""
     held = storage.low_rank(8, 8)

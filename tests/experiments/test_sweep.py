@@ -237,6 +237,7 @@ def test_an_unforeseen_error_is_recorded_too_and_an_interruption_is_not(small, m
     assert [path.name for path in folder.iterdir()] == [result["file"]]
 
 
+@pytest.mark.sampled(0)
 def test_contents_of_files_and_other_code(small, calls, tmp_path, monkeypatch, capsys):
     """An edited policy is another result; what other code computed is marked; all is computed again if asked for."""
     mine = tmp_path / "mine.py"
@@ -296,6 +297,7 @@ def test_what_an_own_file_imports_is_a_part_of_it(small, calls, tmp_path):
         parse.build("policy", f"{mine}:recent", budget=8)
 
 
+@pytest.mark.sampled(0)
 def test_an_edit_during_a_sweep_changes_nothing_of_it(small, tmp_path, monkeypatch):
     """Results are of the files that they are named by, also of those whose turn comes after an edit."""
     mine = tmp_path / "mine.py"
@@ -318,6 +320,7 @@ def test_an_edit_during_a_sweep_changes_nothing_of_it(small, tmp_path, monkeypat
     assert after["rows"][-1]["perplexity"] != reference["rows"][-1]["perplexity"]
 
 
+@pytest.mark.sampled(0)
 def test_a_text_that_is_edited_during_a_sweep(small, calls, tmp_path, monkeypatch):
     """A run that would read other contents than its result is named by fails, and is run by the next call."""
     text = tmp_path / "text.txt"

@@ -193,6 +193,7 @@ def command(small, monkeypatch, tmp_path):
 SWEPT = "--sweep=policy.name=h2o,window"
 
 
+@pytest.mark.sampled(0)
 def test_a_sweep_writes_its_page_and_one_of_each_run(command, small, monkeypatch, capsys):
     measured, measure = [], session.measure
 

@@ -93,6 +93,7 @@ def test_a_run_that_is_ended_goes_on_from_its_answers(config, monkeypatch, capsy
         assert again[policy]["tasks"] == found[policy]["tasks"]
 
 
+@pytest.mark.sampled(0)
 def test_a_sweep_shows_tasks_and_takes_the_full_cache_once(config, monkeypatch):
     config.tasks.names = ("copa",)
     asked = []
@@ -123,6 +124,7 @@ most, least = made(1), made(-1)
 """
 
 
+@pytest.mark.sampled(0)
 def test_policies_that_differ_in_a_closure_have_answers_of_their_own(config, tmp_path, monkeypatch):
     """They have one name, and functions of one name."""
     (tmp_path / "mine.py").write_text(CLOSURES)

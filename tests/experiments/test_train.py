@@ -161,6 +161,7 @@ def test_the_loss_falls_and_the_export_is_what_was_trained(config):
     np.testing.assert_allclose(jax.nn.log_softmax(logits), theirs, atol=1e-4)
 
 
+@pytest.mark.sampled(0)
 def test_a_run_goes_on_only_under_the_settings_that_led_to_it(config):
     config.steps = 4
     config.optimizer.decay_steps = (1,)

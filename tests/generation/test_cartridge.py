@@ -31,6 +31,7 @@ def MODEL():
     return tiny("gqa", 0, layers=2).model
 
 
+@pytest.mark.sampled(0)
 def test_the_gradient_is_that_of_finite_differences():
     """Along a random direction of all keys, values and weights."""
     made, model = compacted(), MODEL()

@@ -120,6 +120,7 @@ def test_a_decoding_policy_follows():
     assert_same_slots(got, prompts())
 
 
+@pytest.mark.sampled(0)
 def test_scores_are_constants_to_a_gradient():
     """Also where the scores are gradients themselves."""
     own = tiny(layers=1).model

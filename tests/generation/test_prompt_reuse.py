@@ -92,6 +92,7 @@ def test_layers_as_a_loop():
         products.use(before)
 
 
+@pytest.mark.sampled(0)
 def test_scores_and_choices():
     model = tiny().model
 

@@ -64,7 +64,7 @@ def forget(stats, position):
     return stats
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("mistake", [victims, observe, forget])
 def test_a_mistake_in_the_kernel_is_noticed(mistake, monkeypatch):
     name = mistake.__name__

@@ -172,6 +172,7 @@ def test_every_array_is_linear_in_the_prompt():
     assert sizes[2] - sizes[1] <= 2.01 * (sizes[1] - sizes[0])
 
 
+@pytest.mark.sampled(1)
 @needs_libtpu
 @pytest.mark.thorough
 @pytest.mark.parametrize("n", [16384, 32768])

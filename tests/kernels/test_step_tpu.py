@@ -151,6 +151,7 @@ def test_the_tpu_compiler_takes_codes(topology, shape, dtype, name, held):
     assert memory.temp_size_in_bytes < codes // 2
 
 
+@pytest.mark.sampled(0)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("shape", "dtype", "name", "held"),
@@ -161,6 +162,7 @@ def test_what_is_said_to_fit_into_a_core_of_codes_does(shape, dtype, name, held)
     largest(shape, dtype, name, held)
 
 
+@pytest.mark.sampled(1)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("shape", "dtype", "name"),

@@ -174,7 +174,7 @@ def assert_rows_are_computed_alone(policy: Policy, tokens: np.ndarray, scored: k
     np.testing.assert_allclose(scored.logprobs[1, : n - 1], alone.logprobs[0], atol=1e-5)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_a_row_is_computed_alone(run):
     assert_rows_are_computed_alone(run.policy, run.tokens, run.scored)
 

@@ -188,6 +188,7 @@ def specs() -> Iterator[CacheSpec]:
         yield CacheSpec(h2o, dense, selection)
 
 
+@pytest.mark.sampled(0)
 def test_shapes_are_as_documented(checked: Checked) -> None:
     """In prompts of one shot and in blocks, and in steps."""
     for number, spec in enumerate(specs()):

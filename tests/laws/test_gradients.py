@@ -74,6 +74,7 @@ def test_what_is_merged_has_a_gradient(name):
     assert max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(found)) > 1e-3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [{"prefill_block": 8}, {}, {"prompt_length": np.array([20, 12]), "prefill_block": 8}],
     ids=["blocks", "one shot", "then token by token"],
@@ -91,6 +92,7 @@ def test_with_room_for_everything_it_is_the_plain_models(options):
         np.testing.assert_allclose(one, two, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.sampled(0)
 def test_a_smaller_budget_has_another_gradient():
     one, two = (gradient(policies.h2o(budget=b), prefill_block=8) for b in (40, 8))
     assert max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, (one, two)), strict=True)) > 1e-3
@@ -149,6 +151,7 @@ def test_a_score_through_codes_and_its_gradient(storage, near):
     assert 0 < off < near * jnp.sqrt(sum(jnp.sum(a**2) for a in jax.tree.leaves(exact)))
 
 
+@pytest.mark.sampled(0)
 def test_memory_is_that_of_a_few_blocks():
     """4,096 tokens in blocks of 256 under a budget of 512: what is held of a block is its cache."""
     config = dataclasses.replace(tiny().model.config, max_positions=8192)

@@ -84,7 +84,7 @@ def extended(model):
         score_prefilled(model, begun, [[row[: 1 + length % 9], row] for row in tokens(length)])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("work", [generate, generate_lists, score, score_prompts, choices, serve, extended])
 def test_thirty_lengths_compile_few_programs(work):
     """A prefill for each bucket of prompts, a loop that decodes, and small ones that do not depend on lengths."""
@@ -110,6 +110,7 @@ for policy in (policies.roco(16), policies.mean_attention(16), policies.h2o(16, 
 """
 
 
+@pytest.mark.sampled(0)
 def test_programs_are_the_same_in_every_process():
     """Otherwise a program that was kept is not found, for example because the order of a set is that of hashes."""
     texts = [

@@ -207,6 +207,7 @@ def test_a_state_in_stacks_is_saved_and_restored(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, single, arranged_state(state, ()))
 
 
+@pytest.mark.sampled(0)
 def test_a_state_in_stacks_is_read_like_any_other():
     model = tiny(layers=LAYERS).model
 
@@ -222,6 +223,7 @@ def test_a_state_in_stacks_is_read_like_any_other():
         looped.state.layers[LAYERS]
 
 
+@pytest.mark.sampled(0)
 def test_quantised_weights_are_not_indexed():
     model = kvjax.quantize_weights(tiny(layers=LAYERS).model, 4, group=8)
     made = kvjax.generate(model, TOKENS, SPECS["h2o"], max_new_tokens=4)
@@ -256,6 +258,7 @@ def test_a_decoder_that_does_not_know_of_loops_takes_a_state_in_stacks():
     jax.tree.map(np.testing.assert_array_equal, arranged_state(after, ()), other)
 
 
+@pytest.mark.sampled(0)
 def test_a_prompt_has_a_gradient():
     model = tiny(layers=LAYERS).model
 
@@ -268,6 +271,7 @@ def test_a_prompt_has_a_gradient():
     assert np.isfinite(jax.grad(total)(1.0))
 
 
+@pytest.mark.sampled(0)
 def test_64_bits():
     model = tiny(layers=LAYERS).model
     expected = kvjax.generate(model, TOKENS, SPECS["h2o"], max_new_tokens=4).tokens

@@ -46,6 +46,7 @@ def on_host(model: kvjax.Model) -> list[bool]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("block", "share"), [(None, 1.0), (6, 0.5)])
 def test_results_do_not_depend_on_where_weights_are(block, share):
     model, tokens = tiny().model, random_tokens(2, 20)
@@ -59,6 +60,7 @@ def test_results_do_not_depend_on_where_weights_are(block, share):
     np.testing.assert_allclose(expected.logprobs, got.logprobs, atol=1e-5)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("rope", [True, False], ids=["run time", "folded"])
 def test_weights_in_host_memory_can_be_skewed(rope):
     config = (
@@ -84,6 +86,7 @@ def test_a_checkpoint_is_read_into_host_memory(tmp_path):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.sampled(0)
 def test_a_plan_counts_what_crosses_the_link():
     own = without_parameters(tiny().model)
     config = own.config

@@ -50,6 +50,7 @@ def test_generation_is_that_of_the_decoded_weights():
         np.testing.assert_array_equal(one[0].position, other[0].position)
 
 
+@pytest.mark.sampled(0)
 def test_scores_are_those_of_the_decoded_weights():
     tokens = random_tokens(2, 24)
     exact, found = (
@@ -61,6 +62,7 @@ def test_scores_are_those_of_the_decoded_weights():
     assert 1e-5 < np.abs(found - exact).max() < 0.2
 
 
+@pytest.mark.sampled(0)
 def test_codes_in_host_memory():
     tokens, look = random_tokens(2, 20), selection.infinigen(2.0, first_layer=1)
     moved = offload(coded(), 0.5)

@@ -110,6 +110,7 @@ def test_what_cannot_be_on_the_host_is_refused(policy, held, look, match):
         kvjax.generate(tiny().model, [[5, 6]], policy, max_new_tokens=2, storage=held, selection=look)
 
 
+@pytest.mark.sampled(0)
 def test_the_bytes_of_a_record_are_of_the_host():
     arguments = {"max_new_tokens": 3, "selection": GUESS, "record": True}
     both, values = (

@@ -294,6 +294,7 @@ def test_tpu_holds_no_second_copy_of_the_weights():
     assert planned.temporaries < kernel
 
 
+@pytest.mark.sampled(0)
 @needs_libtpu
 def test_tpu_holds_the_scales_of_codes_as_they_are():
     """Head size 128 has two groups. Their scales are neither repeated for every channel nor padded to 128 lanes."""

@@ -101,6 +101,7 @@ def test_a_table_of_one_kind_is_that_policy():
         assert one.layout.bytes() == two.layout.bytes()
 
 
+@pytest.mark.sampled(0)
 def test_random_draws_by_the_model_s_own_heads():
     chance = policies.random(7, seed=4)
     for table in (((1, 0),), ((0, 1),)):

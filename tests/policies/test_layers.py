@@ -105,6 +105,7 @@ def test_a_window_s_layer_holds_no_more():
     assert planned.slots == (9, 60, 9)
 
 
+@pytest.mark.sampled(0)
 def test_storages_positions_and_selections_of_the_layers_that_keep_everything():
     model, tokens = tiny(layers=3).model, random_tokens(2, 40, seed=3)
 

@@ -63,6 +63,7 @@ def test_worked_scores(worked):
     np.testing.assert_allclose(policies.OutputNorm().write(token, {})[0, 0], norm, rtol=1e-5)
 
 
+@pytest.mark.sampled(0)
 def test_a_calibration_is_saved_with_both_axes_and_used_by_each(tmp_path):
     """For a policy and a storage; without it, or with one of another kind, there is an error that says what to do."""
     plain = without_parameters(tiny().model)
@@ -108,6 +109,7 @@ def test_arrays_are_data(monkeypatch):
     assert kept(first.state, 0) != kept(second.state, 0)
 
 
+@pytest.mark.sampled(0)
 def test_a_threshold_of_tokens_after_a_prompt_that_is_kept():
     """In the first layer, whose scores do not depend on what is held, the same tokens go as without the prompt."""
     model, tokens = tiny().model, random_tokens(1, 40)
@@ -119,6 +121,7 @@ def test_a_threshold_of_tokens_after_a_prompt_that_is_kept():
         assert 12 < len(mine) < 38
 
 
+@pytest.mark.sampled(0)
 def test_a_split_of_heads_takes_its_own_rows():
     """Each group of heads reads the parameters of its heads: as if all heads were under one policy."""
     model, tokens = tiny().model, random_tokens(2, 30)

@@ -74,6 +74,7 @@ def test_requests_continue_a_prefix(name, tmp_path):
     assert_equal(loaded, prefix)
 
 
+@pytest.mark.sampled(0)
 def test_a_trained_prefix_is_saved_and_continued(tmp_path):
     runner = runner_for("matched")
     plain = runner.prefix(CONTEXT)

@@ -263,6 +263,7 @@ def test_worked_acceptance(stories, shared_data):
         np.testing.assert_allclose(made.kl[0], expected["kl"], atol=2e-5)
 
 
+@pytest.mark.sampled(0)
 def test_acceptance_predicts_the_rounds_of_an_own_cache():
     """Greedy: a round accepts drafts up to the first token where the most probable one of both differs.
 

@@ -400,6 +400,7 @@ def test_coordinates_in_codes():
     assert held.bytes_per_slot(DIM, "float32") == 2 * (6 + 2 * 4) and exact.bytes_per_slot(DIM, "float32") == 2 * 6 * 4
 
 
+@pytest.mark.sampled(0)
 def test_plans_count_it():
     """The compiled program takes the calibration as an argument, and rows have it in common."""
     config = model().config

@@ -147,6 +147,7 @@ def test_bytes_are_those_of_the_definition(prompt, steps):
     assert group.slots == (up, down, WINDOW) and group.unranked == up + down
 
 
+@pytest.mark.sampled(0)
 def test_a_row_alone_is_the_row_in_a_batch():
     row = 2
     prompt = tuple(x[row : row + 1, :, : LENGTHS[row]] for x in random()[0])
@@ -178,6 +179,7 @@ def test_slots_that_are_hidden_are_the_same_ones():
             assert layer.index["allowed"][row, head, found[position]] == dense.index["allowed"][row, head, slot]
 
 
+@pytest.mark.sampled(0)
 def test_gradients_pass_straight_through():
     prompt, decode = random()
 

@@ -262,6 +262,7 @@ def test_most_that_is_evicted():
     assert most == tuple(by_hand) and len(set(most)) > 1
 
 
+@pytest.mark.sampled(0)
 def test_gradients_pass_straight_through():
     prompt, decode = random(2)
     own = differentiable(HELD["coded"])

@@ -187,6 +187,7 @@ def test_answers():
     assert float(got) == pytest.approx(np.mean(expected), rel=1e-4)
 
 
+@pytest.mark.sampled(0)
 def test_training_of_a_merge():
     """One text is learned by the merge, and the first loss is that of the cache with its first parameters."""
     model, policy = tiny().model, policies.h2o(8, recent=2, every=4, merge=policies.lococo(4, 3))
@@ -203,6 +204,7 @@ def test_training_of_a_merge():
         training.train_merge(model, policies.h2o(8, merge=policies.d2o()), TOKENS)
 
 
+@pytest.mark.sampled(0)
 def test_training_on_tokens():
     """One text is learned: the loss under the cache with the calibration is below that of the first gate."""
     model, gate = tiny().model, policies.LinearGate()

@@ -54,6 +54,7 @@ def scores(m, seen, kind):
     return found
 
 
+@pytest.mark.sampled(0)
 def test_similarity_of_rows_and_of_top_tokens(lab):
     own, slots, lab.layers = tiny(layers=1), 8, 1
     part = versus.Jaccard(
@@ -94,6 +95,7 @@ def test_important_keys(lab):
     np.testing.assert_allclose(found["first"], every[..., 0].mean(axis=(0, 2, 3)), atol=1e-5)
 
 
+@pytest.mark.sampled(0)
 def test_a_skew_changes_no_guess_of_all_columns(lab):
     lab.layers = 3  # of which the last one chooses
     of = lm.lm(lab.settings, speculation.infinigen(ratio=1.0), 1.0)

@@ -41,6 +41,7 @@ def lab(tmp_path):
     return TinyLab(Settings(ModelConfig(shape="tiny"), tmp_path, 0, SCALE), tmp_path / "parts")
 
 
+@pytest.mark.sampled(0)
 def test_budgets_share_a_program_and_nothing_else(lab):
     tokens = random_tokens(2, 32, seed=1)
     programs = set()
@@ -72,6 +73,7 @@ def test_losses_and_ties(lab):
     assert lm.as_good(lm.compare("full against itself", full, full, lab.settings))
 
 
+@pytest.mark.sampled(0)
 def test_own_caches(lab):
     tokens = random_tokens(2, 32, seed=1)
     spec = caches.exact_spec("full + own:topk_heavy(n=40)", 1.0)
