@@ -68,12 +68,25 @@ PROGRAMS_OF_A_CONTEXT = 200
 
 
 def share_contexts() -> None:
-    """Programs of a thread are lowered in the same MLIR context, and after some in another one."""
+    """Programs of a thread are lowered in the same MLIR context, and after some in another one.
+
+    What is computed while a program is lowered has a context of its own: in the same one it would be written into that
+    program.
+    """
     from jax._src.interpreters import mlir  # jax has no public way
+    from jax._src.lib.mlir import ir
 
     make, own = mlir.make_ir_context, threading.local()
 
+    def lowering():
+        try:
+            return ir.Context.current is not None
+        except ValueError:
+            return False
+
     def shared():
+        if lowering():
+            return make()
         own.programs = getattr(own, "programs", 0) + 1
         if own.programs % PROGRAMS_OF_A_CONTEXT == 1:
             own.context = make()
