@@ -175,7 +175,7 @@ LONG = (
     "test_compositions.py", "test_tiers.py", "test_coded.py", "test_used_slots.py", "test_joint.py",
     "test_prefix.py", "test_orbax.py", "test_segments.py", "test_quantize.py", "test_reference.py",
     "test_layers.py", "test_imports.py", "test_gated_attention.py", "test_parameters.py", "test_gates.py",
-    "test_score_function.py", "test_sharding.py", "test_accelerator.py",
+    "test_score_function.py", "test_sharding.py", "test_accelerator.py", "test_notebook.py",
 )  # fmt: skip
 
 

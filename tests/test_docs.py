@@ -232,6 +232,7 @@ def a2ats(head, rounds=4):
         yield top(ranked(query @ stands_for.T), SLOTS - 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_chooses_what_numpy_does(page, name):
     reference, count = {"mean_pages": mean_pages, "alisa": alisa, "a2ats": a2ats}[name], 0

@@ -176,6 +176,7 @@ def results():
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(0)
 def test_results_layers_and_caches_are_shown_in_a_line():
     for result in results():
         text = repr(result)

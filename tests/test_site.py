@@ -156,6 +156,7 @@ def test_policies_are_drawn_after_prompts_that_they_shorten():
     }  # fmt: skip
 
 
+@pytest.mark.sampled(0)
 def test_pictures_show_what_a_selection_reads():
     """Quest reads whole pages of the slots that are held: as many as its budget has, and the newest among them."""
     (entry,) = (entry for entry in ENTRIES if entry.name == "quest")

@@ -49,6 +49,7 @@ def test_blend_is_the_definition(window):
     np.testing.assert_allclose(got[:, :, : LENGTHS[1]], expected[:, :, : LENGTHS[1]], atol=2e-6)
 
 
+@pytest.mark.sampled(0)
 def test_gates_of_zero_and_one_are_a_split_cache():
     """A prompt in one shot is then what the cache computes token by token."""
     model, table = tiny(layers=3).model, np.array([[1, 0], [0, 0], [0, 1]])

@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_under_eviction_boundaries_and_budgets_are_equal(name):
     spec, options, boundaries, expected = CASES[name]

@@ -49,6 +49,7 @@ def kept(config) -> list[Path]:
     return list(Path(config.output, journal.FOLDER).glob("*"))
 
 
+@pytest.mark.sampled(0)
 def test_a_run_that_is_ended_goes_on_from_its_answers(config, monkeypatch, capsys):
     whole = run.run(config)
     assert not kept(config)

@@ -82,6 +82,7 @@ def test_equal_to_one_process(several, alone):
                if name.startswith("trained"))  # fmt: skip
 
 
+@pytest.mark.sampled(0)
 def test_each_process_reads_its_own_shards(several):
     count, found, _ = several
     for about in found["about"]:

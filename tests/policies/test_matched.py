@@ -297,6 +297,7 @@ def test_queries_of_a_replay_are_those_of_all_of_its_blocks():
             assert (np.asarray(made["position"])[row, 0] >= 0).sum() == count
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_weights_are_seen_by_whatever_follows():
     """Tokens that are fed in one block, one at a time, and as a text have the same scores; without weights, others."""

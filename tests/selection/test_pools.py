@@ -140,6 +140,7 @@ def test_a_layer_is_the_reference(name):
                     np.testing.assert_array_equal(found[-1, row, head, order], slots.head.stats[statistic], statistic)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_limits_and_what_may_be_chosen(name):
     """Distinct live slots within the limit; what is gone does not come back; what is chosen was live and is read."""

@@ -39,6 +39,7 @@ def vectors(seed: int = 0) -> list[tuple[np.ndarray, ...]]:
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(0)
 def test_each_head_is_one_alone_of_its_own_rank():
     """A step of each is that of the float64 reference in `test_shared_law`."""
     triples, made, policy = vectors(), calibration(), policies.h2o(SLOTS)

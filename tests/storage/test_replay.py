@@ -15,6 +15,7 @@ def examples(shared_data):
     return np.load(shared_data / "examples" / "storage_cases.npz")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [11, 12])
 def test_slots_under_a_policy(examples, case):
     about = json.loads(bytes(examples["cases"]))[case]

@@ -20,6 +20,7 @@ def objective(rows=2, form="log"):
     return training.ReplayedScore(training.Replayer.of(tiny().model, policies.kvzip(10, plus=True), rows, 24), form)
 
 
+@pytest.mark.sampled(0)
 def test_no_optimizer_gets_below_it():
     """L-BFGS on the loss of the objective, with the same ridges, ends at the same loss. Its gradient vanishes there."""
     model, own = tiny().model, objective()
