@@ -70,8 +70,8 @@ PROGRAMS_OF_A_CONTEXT = 200
 def share_contexts() -> None:
     """Programs of a thread are lowered in the same MLIR context, and after some in another one.
 
-    What is computed while a program is lowered has a context of its own: in the same one it would be written into that
-    program.
+    A program that is lowered within the lowering of another one gets a new context: in the shared one, its operations
+    would be inserted into the outer program.
     """
     from jax._src.interpreters import mlir  # jax has no public way
     from jax._src.lib.mlir import ir
