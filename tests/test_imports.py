@@ -52,6 +52,7 @@ def test_entry_points_are_found():
     assert len(entry_points()) == 19 and {"experiments.run", "experiments.bench", "kvjax.serve"} <= {*entry_points()}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("module", entry_points())
 def test_help_imports_nothing_that_takes_long(module, tmp_path):
     done, found = run(MODULE.format(argv=[module, "--help"], module=module), tmp_path)

@@ -66,6 +66,7 @@ def test_weights_against_whole_attention_matrices():
     assert np.ptp(got) > 0.05
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rule", ["density", "entropy"])
 def test_the_slots_of_a_rule(rule):
     model = tiny(layers=3).model

@@ -96,6 +96,7 @@ def test_ranks_are_what_a_cache_of_these_directions_computes():
     assert loss(ranks) > 1e-3 > 1e-6 > abs(loss(np.full_like(ranks, DIM)))
 
 
+@pytest.mark.sampled(0)
 def test_training_keeps_directions_orthogonal_and_makes_few_of_them_better():
     model = tiny().model
     made = analysis.train_directions(model, TOKENS, start(), lengths=LENGTHS, steps=30, rate=0.03, rows=3)

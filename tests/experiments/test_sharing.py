@@ -147,6 +147,7 @@ def executable(path, text):
     path.chmod(0o755)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shards", [False, True])
 def test_slurm(small, runs, tmp_path, monkeypatch, shards):
     """The script, given to sbatch, starts workers that do everything between them."""

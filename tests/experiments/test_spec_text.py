@@ -168,6 +168,7 @@ def mine(tmp_path):
     return path
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_a_policy_in_a_users_own_file(mine, small, capsys):
     name = f"{mine}:loudest"

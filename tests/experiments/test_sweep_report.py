@@ -233,6 +233,7 @@ def test_a_sweep_writes_its_page_and_one_of_each_run(command, small, monkeypatch
         assert not browser.opened(folder / "sweep.html").messages
 
 
+@pytest.mark.sampled(0)
 def test_the_full_cache_can_be_left_out(command, small, capsys):
     folder = command(SWEPT, "--nofull")
     (tables_lines,) = [(folder / "sweep.md").read_text()]

@@ -57,7 +57,7 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
             np.testing.assert_allclose(ours.stats[stat], column, atol=1e-5, err_msg=stat)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "steps",
@@ -128,7 +128,7 @@ def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
         assert program.memory_analysis().temp_size_in_bytes < held // 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("topology", "shape", "dtype", "name", "held"),

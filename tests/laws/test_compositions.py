@@ -128,7 +128,7 @@ def check_limits(run: layers.Run, policy: Policy, protected: Callable[[int, int]
                 assert all(set(range(n, tokens)) < set(positions) for positions in heads)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_limits_rows_by_themselves_and_room_for_everything(name):
     for budget in (0.5, ROOM):

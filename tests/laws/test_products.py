@@ -199,7 +199,7 @@ def pairs() -> list[tuple[str, str, str, int | None]]:
     return list(dict.fromkeys(made))
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("name", "held", "read", "block"), pairs())
 def test_what_lowers_traces(name, held, read, block):
     spec = CacheSpec(POLICY[name], STORAGE[held], SELECTION[read])

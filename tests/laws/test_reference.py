@@ -104,6 +104,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("block", [None, 1, 7])
 @pytest.mark.parametrize("name", POLICIES)
 def test_ragged_rows_are_computed_alone(name, block):

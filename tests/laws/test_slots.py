@@ -246,7 +246,7 @@ def assert_same(got: kvjax.LogLikelihood, expected: reference.ReferenceRun, rtol
     np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=rtol, atol=5e-5)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES, ids=describe)
 def test_slot_for_slot(case):
     assert_same(run_library(case, case.block), run_reference(case, case.block))

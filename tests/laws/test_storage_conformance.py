@@ -143,7 +143,7 @@ def describe(case: Case) -> str:
     return f"{case.policy}-{'|'.join(case.codecs)}-{case.residual}-{case.block}-{case.heads}".replace(" ", "_")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=describe)
 def test_a_step_is_one_on_what_was_stored(case):
@@ -182,7 +182,7 @@ READ = (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", READ, ids=describe)
 def test_a_step_that_multiplies_by_codes_is_the_same(case, by_codes, monkeypatch):
     read, calls = codes.codes_product, []

@@ -95,6 +95,7 @@ def test_each_process_reads_its_own_shards(several):
     assert [about["silent"] for about in found["about"]] == [0] + [1] * (count - 1)
 
 
+@pytest.mark.sampled(0)
 def test_an_experiment_ends_with_one_folder(several, alone, folder):
     count, _, _ = several
     (one,), (other,) = ([*(folder / f"runs-{number}").iterdir()] for number in (1, count))

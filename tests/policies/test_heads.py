@@ -70,7 +70,7 @@ def kept_by_head(state: cache.KVState, split: policies.Split, row: int) -> list[
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "block"), [(name, (None, 8)[i % 2]) for i, name in enumerate(CASES)])
 def test_slot_for_slot(name, block):
     policy, expected_policy = CASES[name]
@@ -196,6 +196,7 @@ def test_errors_of_the_test_of_heads(options, message):
         analysis.retrieval_heads(tiny().model, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("max_share", [None, 1.1])
 def test_a_limit_on_each_heads_share_is_what_arrays_are_sized_for(max_share):
     """Heads hold as many slots in all, and the arrays of a layer have room for one that has reached the limit."""

@@ -121,7 +121,7 @@ def expected(name: str) -> list[replay.Row]:
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_the_reference(name):

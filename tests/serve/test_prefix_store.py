@@ -54,7 +54,7 @@ def answers(spec, block, store=None, *, order=range(len(PROMPTS)), namespaces=(N
     return dict(zip(order, sorted(runner, key=lambda result: result.id), strict=True)), runner
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.filterwarnings("ignore:budget 0.5")
 def test_answers_do_not_depend_on_the_store(name):

@@ -153,6 +153,7 @@ def test_mutations_are_noticed(monkeypatch, name):
     compiled.cache_clear()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("codec", "dtype"),
     [(Integer(2), "bfloat16"), (Integer(8, 32), "float32"), (Fp8(), "float16"), (Fp8(0.013), "float32")],
@@ -182,6 +183,7 @@ def vectors(draw: st.DrawFn, dtype: str, dim: int) -> np.ndarray:
     return (unit * most).astype(np.float32)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @search
 @given(data=st.data())

@@ -64,6 +64,7 @@ def compare(output: jax.Array, layer: LayerKV, rows: list[rows_of.Row]) -> None:
         np.testing.assert_allclose(output[row], own.output, atol=1e-4, err_msg=f"{row=}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["full", "knorm"])
 def test_a_step_is_one_on_what_was_stored(name):

@@ -98,6 +98,7 @@ def test_what_is_held_is_the_projection_of_all_heads(kind):
         np.testing.assert_allclose(np.abs(np.sum(u * left, axis=0)), 1, atol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("block", [None, 5])
 def test_every_direction_is_lossless(block):
     held = storage.cskv(2 * DIM, 4) if block is None else storage.kv_heads(2, 2 * DIM)
@@ -160,6 +161,7 @@ def learned(heads: int = 4) -> kvjax.Model:
     return kvjax.Model(config, params)
 
 
+@pytest.mark.sampled(0)
 def test_heads_that_are_alike_become_one():
     own, tokens = learned(), random_tokens(2, 24, seed=2)
     made = kvjax.calibrate(own, tokens, storage.kv_heads(2))

@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_one_on_what_was_stored(name):

@@ -179,6 +179,7 @@ def test_bytes_are_those_of_the_definition(dtype, width):
     assert storage.minicache().bytes_per_slot(128, "bfloat16") == 2 * (128 * 2 + 4) / 2
 
 
+@pytest.mark.sampled(0)
 def test_gradients_pass_straight_through():
     codec = Merged(0.6, 0.2, straight=True, count=1)
     x, y = np.random.default_rng(2).normal(size=(2, 1, 1, 5, 6)).astype(np.float32)

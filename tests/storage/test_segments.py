@@ -87,6 +87,7 @@ def compare(output: jax.Array, layer: LayerKV, made: list[law.Zip], rows: list[r
         np.testing.assert_allclose(output[row], own.output, atol=1e-4, err_msg=f"{row=}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", OURS)
 def test_a_step_is_one_on_what_was_stored(name):

@@ -36,7 +36,7 @@ def results(request) -> dict[str, dict]:
     return {line.pop("name"): line for line in lines}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_one_device(results, name):
     found = results[name]

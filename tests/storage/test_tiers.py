@@ -151,7 +151,7 @@ def describe(case: Case) -> str:
     return f"{case.held}-{case.policy}-{case.kv_heads}-{case.block}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [pytest.param(each, marks=pytest.mark.thorough) for each in CASES], ids=describe)
 def test_a_step_is_one_on_what_was_stored(case):
     compare(*case.run(), case.expected(), HELD[case.held])
