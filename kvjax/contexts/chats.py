@@ -119,16 +119,30 @@ def _continued(
         raise InputError(f"a conversation keeps the cache that it began with; leave out {given}.")
     if context.made is None or context.text is None or context.num_rows != 1:
         raise InputError("a conversation is a context of one row whose model is known, such as Reply.context.")
-    model = context.made.model
+    turn = next_turn(context.made.model, context.text[0], messages, template=template)
+    return extend(context.made.model, context, np.array(turn, np.int32)[None], block=block)
+
+
+def next_turn(model: Model, text: np.ndarray, messages: Sequence[Message], *, template: str | None = None) -> list[int]:
+    """Returns the tokens between an answer and the next one: the end of the answer, and messages.
+
+    Args:
+      model: a model with a chat template.
+      text: [n] int32, the tokens of a conversation that ends with an answer.
+      messages: what follows.
+      template: see `chat`.
+
+    Raises:
+      InputError: there is no chat template, or it does not write a conversation turn by turn.
+    """
     turn = _turn(_tokenizer(model), messages, template)
     # An answer that ended by itself has the token that the template writes after it.
-    newest = context.text[0][-1:].tolist()
-    turn = turn[1:] if turn[:1] == newest and newest[0] in model.eos_token_ids else turn
-    return extend(model, context, np.array(turn, np.int32)[None], block=block)
+    newest = text[-1:].tolist()
+    return turn[1:] if turn[:1] == newest and newest[0] in model.eos_token_ids else turn
 
 
 def _turn(tokenizer: Tokenizer, messages: Sequence[Message], template: str | None) -> list[int]:
-    """Returns the tokens between an answer and the next one: the end of the answer, and the messages."""
+    """Returns what the template writes between an answer and the next one."""
     before = tokenizer.apply_chat_template(BEFORE, answer=False, template=template)
     whole = tokenizer.apply_chat_template([*BEFORE, *messages], template=template)
     if not whole.startswith(before):

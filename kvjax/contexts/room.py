@@ -58,12 +58,23 @@ def with_room(context: Context, fed: np.ndarray) -> Context:
     return context
 
 
+def spare(context: Context) -> int | None:
+    """Returns the number of tokens that a row can have more in arrays as they are; None = any number."""
+    missing = _missing_by_group(context, np.zeros(context.logits.shape[0], np.int32))
+    return max(0, -max(missing)) if missing else None
+
+
 def _missing(context: Context, fed: np.ndarray) -> int:
-    """Returns for how many tokens more than now arrays are needed; 0 or less for none."""
+    """Returns for how many tokens more than now arrays are needed; 0 for none."""
+    return max([0, *_missing_by_group(context, fed)])
+
+
+def _missing_by_group(context: Context, fed: np.ndarray) -> list[int]:
+    """Returns for how many tokens more arrays are needed, of each group whose arrays do not suffice for any number."""
     layout, made = context.layout, context.made
     length, prompt = distributed.to_host((context.state.length, context.state.prompt))
     sizes = None if made is None else made.sizes
-    missing = [0]
+    missing: list[int] = []
     for index, (early, late) in enumerate(zip(layout.prompt, layout.decode, strict=True)):
         # After a compressor, the number of live slots is known from the cache only.
         counted = any(before.evicts and not after.evicts for before, after in zip(early, late, strict=True))
@@ -86,7 +97,7 @@ def _missing(context: Context, fed: np.ndarray) -> int:
             holds_victims = arrangement_of(made.spec.storage).holds_victims
             if after.evicts and (after.capacity >= sizes.total or holds_victims):
                 missing.append(int((length + fed).max()) - sizes.total)
-    return max(missing)
+    return missing
 
 
 def with_sizes(context: Context, sizes: Sizes, *, about: str, instead: str) -> Context:

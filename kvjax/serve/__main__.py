@@ -94,6 +94,11 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "or the storage is not exact",
             {"type": _size, "metavar": "BYTES"},
         ),
+        "conversation-bytes": (
+            "bytes of host memory for conversations, of which a request sends its new messages alone, such as 4GB; 0 = "
+            "none are held; without it 4GB, or 0 with --speculate",
+            {"type": _size, "metavar": "BYTES"},
+        ),
         "rows": ("requests that are answered at the same time", {"type": int, "default": 8}),
         "waiting": (
             "requests that may wait in addition to these; others are refused with a Retry-After",

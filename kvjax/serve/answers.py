@@ -60,7 +60,9 @@ class Answer:
     def __init__(self, call: Call, served: ServerInfo):
         self._call = call
         self._chat = call.kind == "chat"
-        about = {"created": int(time.time()), "model": served.name}
+        about: JsonObject = {"created": int(time.time()), "model": served.name}
+        if call.conversation is not None:
+            about["conversation"] = {"id": call.conversation}
         prefix, name = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
         self._whole = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": name} | about
         self._part = self._whole | ({"object": "chat.completion.chunk"} if self._chat else {})

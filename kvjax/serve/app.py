@@ -7,6 +7,7 @@ Both are pure Python.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import time
@@ -31,6 +32,7 @@ from kvjax.serve.api_keys import bearer_token, is_among
 from kvjax.serve.bodies import CLOSE, Bodies
 from kvjax.serve.clients import Client, client_of
 from kvjax.serve.connections import Connections
+from kvjax.serve.conversations import Conversation, ConversationBusy, Conversations, NoConversation
 from kvjax.serve.engine import Busy, Engine, Stopped, StreamChunk, Ticket
 from kvjax.serve.protocol import (
     BUSY,
@@ -40,9 +42,12 @@ from kvjax.serve.protocol import (
     ServerInfo,
     check_model,
     conversation,
+    conversation_id,
+    no_conversation,
     parse,
     read,
     refused,
+    turn,
 )
 from kvjax.typing import Json, JsonObject
 
@@ -62,6 +67,7 @@ def make_app(
     api_keys: Sequence[bytes] = (),
     hosts: Sequence[str] = ("*",),
     connections: Connections | None = None,
+    conversations: Conversations | None = None,
     patience: float = PATIENCE_SECONDS,
 ) -> Starlette:
     """Makes the application.
@@ -72,11 +78,12 @@ def make_app(
       api_keys: of which clients must send one as a bearer token; none for no matter what.
       hosts: see `kvjax.serve.address.names`.
       connections: those of the server, if it counts them.
+      conversations: those that the server holds; None if it holds none.
       patience: see `kvjax.serve.admission.Admission`.
     """
     connections = connections or Connections()
     admission = Admission(engine, lambda: connections.limit, patience)
-    pages = _Pages(engine, served, api_keys, admission)
+    pages = _Pages(engine, served, api_keys, admission, conversations or Conversations(0))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -91,6 +98,8 @@ def make_app(
             Route("/v1/models/{name:path}", pages.model, methods=["GET"]),
             Route("/v1/completions", pages.completions, methods=["POST"]),
             Route("/v1/chat/completions", pages.chat, methods=["POST"]),
+            Route("/v1/conversations", pages.begin_conversation, methods=["POST"]),
+            Route("/v1/conversations/{name}", pages.conversation, methods=["GET", "DELETE"]),
         ],
         middleware=[Middleware(_Edge, hosts=hosts)],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, ClientDisconnect: _disconnected},
@@ -148,8 +157,16 @@ class _Edge:
 class _Pages:
     """The handlers of the routes."""
 
-    def __init__(self, engine: Engine, served: ServerInfo, keys: Sequence[bytes], admission: Admission):
+    def __init__(
+        self,
+        engine: Engine,
+        served: ServerInfo,
+        keys: Sequence[bytes],
+        admission: Admission,
+        conversations: Conversations,
+    ):
         self._engine, self._served, self._keys, self._admission = engine, served, keys, admission
+        self._conversations = conversations
         self._started, self._bodies = time.time(), Bodies()
         self._rendering = 0  # conversations whose text is made, or waits for that
         self._renders = ThreadPoolExecutor(sandbox.WORKERS, thread_name_prefix="kvjax-template")
@@ -181,6 +198,7 @@ class _Pages:
             "drafted": counts.drafted,
             "accepted": counts.accepted,
             "prefix_cache": self._prefix_cache(request),
+            "conversations": self._conversation_counts(request),
         }
         return JSONResponse(about, 200 if error is None else 503)
 
@@ -201,6 +219,16 @@ class _Pages:
             "found_tokens": counts.saved_tokens,
         }  # fmt: skip
 
+    def _conversation_counts(self, request: Request) -> JsonObject | None:
+        """The number of conversations: those of the caller, as in `_prefix_cache`; None if the server holds none."""
+        if not self._conversations.max_bytes:
+            return None
+        about: JsonObject = {"max_bytes": self._conversations.max_bytes}
+        if (namespace := self._namespace(request)) is None and self._keys:
+            return about
+        number, nbytes = self._conversations.counts(namespace)
+        return about | {"bytes": nbytes, "conversations": number}
+
     def _namespace(self, request: Request) -> bytes | None:
         """Returns whose states a request shares: those of its API key. Without keys, all clients share theirs."""
         token = bearer_token(dict(request.headers.raw).get(b"authorization", b""))
@@ -214,6 +242,33 @@ class _Pages:
         self._authorise(request)
         check_model(request.path_params["name"], self._served)
         return JSONResponse(self._about())
+
+    async def begin_conversation(self, request: Request) -> Response:
+        client = self._authorise(request)
+        _check_type(request)
+        async with self._bodies.receive(request, client.outer) as content:
+            body = parse(content or b"{}")
+        if unknown := sorted(name for name, value in body.items() if value not in ([], {}, None)):
+            raise ApiError(400, f"{unknown[0]} is not supported; messages are sent to /v1/chat/completions.",
+                           param=unknown[0], code="unsupported_parameter")  # fmt: skip
+        if not self._conversations.max_bytes:
+            raise ApiError(400, "this server holds no conversations; start it with --conversation-bytes=BYTES, and "
+                           "without --speculate.", code="unsupported_value")  # fmt: skip
+        made = self._conversations.begin(self._namespace(request))
+        if made is None:
+            raise ApiError(503, "the server is busy: there is no room for another conversation.", code=BUSY)
+        return JSONResponse(_about_conversation(made))
+
+    async def conversation(self, request: Request) -> Response:
+        self._authorise(request)
+        name, namespace = request.path_params["name"], self._namespace(request)
+        try:
+            if request.method == "DELETE":
+                self._conversations.remove(name, namespace)
+                return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
+            return JSONResponse(_about_conversation(self._conversations.find(name, namespace)))
+        except NoConversation:
+            raise no_conversation(name) from None
 
     async def completions(self, request: Request) -> Response:
         return await self._answer("completion", request)
@@ -235,43 +290,63 @@ class _Pages:
 
     async def _answer(self, kind: str, request: Request) -> Response:
         client = self._authorise(request)
-        # A web page can send other types without asking first.
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
-            raise ApiError(415, f"the body must be of type {JSON_TYPE}.")
-        if (encoding := request.headers.get("content-encoding", IDENTITY).strip().lower()) != IDENTITY:
-            raise ApiError(415, f"a body with Content-Encoding {encoding!r} is not supported; send it unencoded.")
+        _check_type(request)
         # Before its body is read.
         if self._admission.full(client):
             raise ApiError(429, f"the server is busy: {FULL}.", code=BUSY)
-        async with self._bodies.receive(request, client.outer) as content:
-            try:
-                body = parse(content)
-                text = await self._conversation(body, request) if kind == "chat" else None
-                call = await asyncio.to_thread(read, kind, body, self._served, text)
-            except RecursionError:
-                raise ApiError(400, "the values of the body are nested too deeply.") from None
         namespace = self._namespace(request)
-        call = dataclasses.replace(
-            call, requests=[dataclasses.replace(each, namespace=namespace) for each in call.requests]
-        )
-        answer, pieces = Answer(call, self._served), Pieces()
-        tickets: list[Ticket] = []
-        await _while_connected(request.receive, self._submit(call, pieces, client, tickets))
-        if call.stream:
-            return _EventStream(self._engine, tickets, answer, pieces)
-        try:
+        with contextlib.ExitStack() as ending:
+            async with self._bodies.receive(request, client.outer) as content:
+                try:
+                    body = parse(content)
+                    held = self._taken(body, namespace, ending) if kind == "chat" else None
+                    said = await self._rendered(body, held, request) if kind == "chat" else None
+                    call = await asyncio.to_thread(read, kind, body, self._served, said, held)
+                except RecursionError:
+                    raise ApiError(400, "the values of the body are nested too deeply.") from None
+            call = dataclasses.replace(
+                call, requests=[dataclasses.replace(each, namespace=namespace) for each in call.requests]
+            )
+            answer, pieces = Answer(call, self._served), Pieces()
+            tickets: list[Ticket] = []
+            ending.callback(self._cancel, tickets)
+            await _while_connected(request.receive, self._submit(call, pieces, client, tickets, held))
+            if call.stream:
+                return _EventStream(answer, pieces, ending.pop_all())
             await _while_connected(request.receive, self._collect(answer, pieces))
-        finally:
-            for ticket in tickets:
-                self._engine.cancel(ticket)
-        return JSONResponse(answer.whole())
+            return JSONResponse(answer.whole())
 
-    async def _conversation(self, body: JsonObject, request: Request) -> str:
-        """Returns the text of a chat's messages. Clients that wait for a slow template hold no thread of others."""
+    def _cancel(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self._engine.cancel(ticket)
+
+    def _taken(self, body: JsonObject, namespace: bytes | None, ending: contextlib.ExitStack) -> Conversation | None:
+        """Returns the conversation that a body continues, which is released at the end; None for none."""
+        name = conversation_id(body)
+        if name is None:
+            return None
+        try:
+            held = self._conversations.take(name, namespace)
+        except NoConversation:
+            raise no_conversation(name) from None
+        except ConversationBusy:
+            raise ApiError(409, "a message of this conversation is being answered; send the next one afterwards.",
+                           param="conversation", code="conversation_locked") from None  # fmt: skip
+        ending.callback(self._conversations.release, held)
+        return held
+
+    async def _rendered(self, body: JsonObject, held: Conversation | None, request: Request) -> str | list[int]:
+        """Returns a chat's messages as text or, of the next turn of a conversation, as token ids.
+
+        Clients that wait for a slow template hold no thread of others.
+        """
         if self._rendering >= self._engine.max_requests:
             raise ApiError(429, "the server is busy: too many conversations are waiting.", code=BUSY)
         self._rendering += 1
-        made = asyncio.get_running_loop().run_in_executor(self._renders, conversation, body, self._served)
+        render: Callable[[], str | list[int]] = functools.partial(conversation, body, self._served)
+        if held is not None and held.context is not None:
+            render = functools.partial(turn, body, self._served, held.context)
+        made = asyncio.get_running_loop().run_in_executor(self._renders, render)
         try:
             while not (await asyncio.wait({made}, timeout=LOOK_SECONDS))[0]:
                 if self._engine.stopping:
@@ -283,12 +358,16 @@ class _Pages:
             self._rendering -= 1
             made.cancel()
 
-    async def _submit(self, call: Call, pieces: Pieces, client: Client, tickets: list[Ticket]) -> None:
-        """Waits for places, and adds the tickets."""
+    async def _submit(
+        self, call: Call, pieces: Pieces, client: Client, tickets: list[Ticket], held: Conversation | None
+    ) -> None:
+        """Waits for places, and adds the tickets. The conversation goes on before its answer is sent."""
         loop = asyncio.get_running_loop()
 
         def deliver_to(index: int) -> Callable[[StreamChunk | Exception], None]:
             def deliver(piece: StreamChunk | Exception) -> None:
+                if held is not None and isinstance(piece, StreamChunk):
+                    self._go_on(held, piece)
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
@@ -307,6 +386,15 @@ class _Pages:
         except Stopped as error:
             raise ApiError(503, str(error)) from None
 
+    def _go_on(self, held: Conversation, piece: StreamChunk) -> None:
+        """Keeps the context that an answer has left; whatever happens, other requests go on."""
+        context = None if piece.result is None else piece.result.context
+        try:
+            if context is not None:
+                self._conversations.put(held, context)
+        except Exception:  # such as too little host memory
+            log.exception("conversation %s stays as it was", held.id)
+
     async def _collect(self, answer: Answer, pieces: Pieces) -> None:
         """Waits for all choices."""
         left = len(answer.choices)
@@ -319,22 +407,17 @@ class _Pages:
 
 
 class _EventStream(Response):
-    """Events as they come. Requests are cancelled when the client disconnects."""
+    """Events as they come. `ending` is closed at the end, and when the client disconnects."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, engine: Engine, tickets: list[Ticket], answer: Answer, pieces: Pieces):
+    def __init__(self, answer: Answer, pieces: Pieces, ending: contextlib.ExitStack):
         super().__init__()
-        self._engine, self._tickets, self._answer, self._pieces = engine, tickets, answer, pieces
+        self._answer, self._pieces, self._ending = answer, pieces, ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with self._ending, contextlib.suppress(ClientDisconnect):
             await _while_connected(receive, self._send(scope, receive, send))
-        except ClientDisconnect:
-            pass
-        finally:
-            for ticket in self._tickets:
-                self._engine.cancel(ticket)
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A request that is refused has a status of its own, so nothing is sent before the first piece.
@@ -362,6 +445,18 @@ class _EventStream(Response):
                 break
             index, piece = await self._pieces.get()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _check_type(request: Request) -> None:
+    """Refuses a body that is not JSON as it is; a web page can send other types without asking first."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
+        raise ApiError(415, f"the body must be of type {JSON_TYPE}.")
+    if (encoding := request.headers.get("content-encoding", IDENTITY).strip().lower()) != IDENTITY:
+        raise ApiError(415, f"a body with Content-Encoding {encoding!r} is not supported; send it unencoded.")
+
+
+def _about_conversation(made: Conversation) -> JsonObject:
+    return {"id": made.id, "object": "conversation", "created_at": made.created, "tokens": made.tokens}
 
 
 async def _while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, None]) -> None:

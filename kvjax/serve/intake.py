@@ -13,6 +13,8 @@ from kvjax.serve.prompt_states import PromptStates, StoredPrompt
 from kvjax.serve.prompts import Prompts
 from kvjax.serve.request import Checked
 
+MAX_BEGUN = 2  # prompts in blocks that have begun and not ended
+
 
 @dataclasses.dataclass(eq=False)
 class Job:
@@ -27,6 +29,7 @@ class Job:
       logprobs: their log-probabilities.
       count: the number of new tokens.
       ended: whether it has all its tokens, or was cancelled.
+      ended_by_host: whether its row, when it ended, might have gone on.
       dispatched: whether a chunk that decodes it has been dispatched.
       found: the number of its prompt's tokens that were in a store.
     """
@@ -39,6 +42,7 @@ class Job:
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
     count: int = 0
     ended: bool = False
+    ended_by_host: bool = False
     dispatched: bool = False
     found: int = 0
 
@@ -91,12 +95,13 @@ class Intake:
         self._prompts, self._look, self._turn_tokens = prompts, look, turn_tokens
         self._waiting: collections.deque[Job] = collections.deque()
         self._ready: collections.deque[Ready] = collections.deque()
-        self._starting: tuple[Job, InBlocks | StoredPrompt] | None = None
+        # By arrival; the most urgent one goes on.
+        self._begun: list[tuple[Job, InBlocks | StoredPrompt]] = []
         self._block_next, self._spent = True, 0
 
     def __bool__(self) -> bool:
         """Whether there is a request without a row."""
-        return bool(self._waiting or self._ready or self._starting)
+        return bool(self._waiting or self._ready or self._begun)
 
     def add(self, job: Job) -> None:
         """Adds a request."""
@@ -109,8 +114,7 @@ class Intake:
         """Forgets a request that was cancelled."""
         self._waiting = collections.deque(each for each in self._waiting if each is not job)
         self._ready = collections.deque(each for each in self._ready if each.job is not job)
-        if self._starting is not None and self._starting[0] is job:
-            self._starting = None
+        self._begun = [each for each in self._begun if each[0] is not job]
 
     def begin_turn(self) -> None:
         """Says that the running rows have gone on."""
@@ -163,19 +167,25 @@ class Intake:
     def _run_block(self) -> int:
         """Dispatches the next block of a long prompt; returns the number of its tokens, 0 if there is none."""
         self._block_next = False
-        if self._starting is None:
-            job = next((job for job in self._next() if job.bucket is None), None)
-            if job is None or job.prompt is None:
+        first = max(self._begun, key=lambda each: each[0].request.priority, default=None)
+        waiting = next((job for job in self._next() if job.bucket is None), None)
+        if first is None or (waiting is not None and self._overtakes(waiting, first[0])):
+            if waiting is None or waiting.prompt is None:
                 return 0
-            self._waiting.remove(job)
-            if self._find(job):
+            self._waiting.remove(waiting)
+            if self._find(waiting):
                 return 1
-            self._starting = job, self._begin(job, job.prompt)
-        job, blocks = self._starting
+            first = waiting, self._begin(waiting, waiting.prompt)
+            self._begun.append(first)
+        job, blocks = first
         if (started := blocks.advance()) is not None:
-            self._starting = None
+            self._begun.remove(first)
             self._are_run([job], started)
         return blocks.step
+
+    def _overtakes(self, waiting: Job, begun: Job) -> bool:
+        """Whether the blocks of a more urgent prompt come first; each prompt that has begun holds a cache."""
+        return waiting.request.priority > begun.request.priority and len(self._begun) < MAX_BEGUN
 
     def _run_short(self) -> int:
         """Dispatches the first waiting prompt of one shot, and others of its bucket; returns the number of tokens."""

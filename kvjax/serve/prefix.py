@@ -1,4 +1,4 @@
-"""Contexts that requests continue: text that is run, and by a policy compressed, once.
+"""Contexts that requests continue and leave: text that is run, and by a policy compressed, once.
 
 They are those of `kvjax.contexts`, in the arrays of a runner's rows. What continues one is fed as if the model had
 generated it (`kvjax.contexts.extend` with ``block=1``): one token at a time, or in one block where that makes no
@@ -8,17 +8,21 @@ difference but for rounding.
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax import contexts
+from kvjax.cache.state import KVState
+from kvjax.contexts import room
+from kvjax.contexts.prefix_store import rotated_by_length
 from kvjax.contexts.turns import same_calibration, same_weights
 from kvjax.errors import CheckpointError, InputError
-from kvjax.generation.context import Context, Span
+from kvjax.generation.context import Context, Span, turn_of
 from kvjax.generation.continuations import takes_blocks
 from kvjax.inputs import check_batch, check_one_row
 from kvjax.parallel import host_memory
-from kvjax.serve.chunked_prefill import Started
+from kvjax.serve.chunked_prefill import Prompt, Started
 from kvjax.serve.prompts import Prompts
 from kvjax.typing import PyTree
 
@@ -51,12 +55,7 @@ def make(prompts: Prompts, tokens: ArrayLike) -> Context:
                 pass
             started = ended
         logits, state = _rows(tuple(started), np.zeros(1, np.int32))
-    block = len(ids) if bucket is not None else prompts.block
-    assert block is not None
-    return Context(
-        logits, state, prompts.layout, ids[None], 1, ((Span(len(ids), block),),), prompts.made,
-        np.array([[len(ids), prompt.total]], np.int32),
-    )  # fmt: skip
+    return _after_prompt(prompts, prompt, logits, state)
 
 
 def load(folder: str | Path, prompts: Prompts) -> Context:
@@ -86,14 +85,28 @@ def length_of(context: Context) -> int:
 
 
 def room_of(context: Context, new_tokens: int) -> int:
-    """Returns the number of tokens that may follow, given or generated.
+    """Returns the number of tokens that may follow, given or generated, at most `new_tokens`.
+
+    A cache that evicts in each step has room for any number. Of other ones, arrays have room for `new_tokens` after the
+    longest prompt.
 
     Args:
       context: from `make` or `load`, or one that was extended.
       new_tokens: the most new tokens of a prompt.
     """
     assert context.resolved is not None
-    return new_tokens - (length_of(context) - int(context.resolved[0, 0]))
+    after_prompt = new_tokens - (length_of(context) - int(context.resolved[0, 0]))
+    assert context.made is not None
+    # To count the slots that a compressor has left would wait for what the device runs.
+    if (
+        after_prompt >= new_tokens
+        or turn_of(context.layout) == "append"
+        or rotated_by_length(context.made.model) is not None
+    ):
+        return after_prompt
+    spare = room.spare(context)
+    # The last token is not fed.
+    return new_tokens if spare is None else min(new_tokens, max(after_prompt, spare + 1))
 
 
 def check(context: Context, prompts: Prompts, following: int) -> None:
@@ -119,9 +132,9 @@ def check(context: Context, prompts: Prompts, following: int) -> None:
     if reason := _other_rows(context, prompts):
         raise InputError(f"the prefix cannot be continued: {reason}.")
     limits = prompts.limits
-    if following > (room := room_of(context, limits.new_tokens)):
+    if following > (fits := room_of(context, limits.new_tokens)):
         raise InputError(
-            f"{following} tokens were requested after a prefix that has room for {room}; make the prefix and the "
+            f"{following} tokens were requested after a prefix that has room for {fits}; make the prefix and the "
             "runner with larger limits.new_tokens."
         )
 
@@ -142,6 +155,38 @@ def started(context: Context, tokens: np.ndarray) -> Started:
         assert context.made is not None
         context = contexts.extend(context.made.model, context, tokens, block=1)
     return Started(context.logits, context.state)
+
+
+def after_request(
+    prompts: Prompts, before: Context | Prompt, given: np.ndarray, new: np.ndarray, state: KVState
+) -> Context:
+    """Returns the context after a request's new tokens, the last of which its row has not been fed.
+
+    Args:
+      prompts: of the runner.
+      before: what the request continues, or its prompt.
+      given: [n] int32, the tokens that it gives after a context.
+      new: [m] int32, its new tokens, at least one.
+      state: its row when it ended; donated.
+    """
+    # Logits are those after the last token, which is fed here.
+    logits = jnp.zeros((1, prompts.model.config.vocab_size), jnp.float32)
+    if isinstance(before, Prompt):
+        context = _after_prompt(prompts, before, logits, state)
+    else:
+        context = before._replace(state=state, logits=logits)
+    context = context.with_text([np.concatenate([text_of(context), given, new[:-1]])], block=1)
+    return contexts.extend(prompts.model, context, new[None, -1:], block=1, donate=True)
+
+
+def _after_prompt(prompts: Prompts, prompt: Prompt, logits: Array, state: KVState) -> Context:
+    tokens = prompt.tokens
+    block = prompts.block if prompts.bucket(prompt) is None else len(tokens)
+    assert block is not None
+    return Context(
+        logits, state, prompts.layout, tokens[None], 1, ((Span(len(tokens), block),),), prompts.made,
+        np.array([[len(tokens), prompt.total]], np.int32),
+    )  # fmt: skip
 
 
 def _other_rows(context: Context, prompts: Prompts) -> str | None:

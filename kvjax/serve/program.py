@@ -4,21 +4,24 @@ import argparse
 import contextlib
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvjax import products
 from kvjax.cache import Limits
+from kvjax.checkpoint.chat import templates
 from kvjax.checkpoint.huggingface import load
 from kvjax.contexts.prefix_store import PrefixStore
-from kvjax.errors import ConfigError, PolicyError
+from kvjax.errors import ConfigError, InputError, PolicyError
 from kvjax.lm_eval import options
 from kvjax.models.calibrate import calibrated
 from kvjax.parallel.rules import Rules
 from kvjax.parallel.sharding import make_mesh
 from kvjax.serve import address
 from kvjax.serve.api_keys import read_keys
+from kvjax.serve.conversations import CONVERSATION_BYTES, ENTRY_BYTES, Conversations, context_bytes
 from kvjax.serve.prompts import changed_by_blocks
 from kvjax.serve.request import Request
 from kvjax.serve.runner import Runner
@@ -102,6 +105,7 @@ def serve(flags: argparse.Namespace) -> int:
         print(f"{runner.model}\n{runner.explain()}", flush=True)
         print("compiling ...", flush=True)
         warm_up(runner)
+        conversations = conversations_for(flags, runner)
     name = flags.name or Path(flags.model).name
     limits = runner.prompts.limits
     by_priority = flags.scheduling_policy == PRIORITY
@@ -111,9 +115,58 @@ def serve(flags: argparse.Namespace) -> int:
     connections, hosts = Connections(max_connections), address.names(listener, flags.host)
     if not (keys or address.is_local(listener)):
         print("warning: no --api-key is set, so that anyone who can reach this address can use the model", flush=True)
-    app = make_app(engine, served, api_keys=keys, hosts=hosts, connections=connections)
+    app = make_app(engine, served, api_keys=keys, hosts=hosts, connections=connections, conversations=conversations)
     run(app, engine, listener, connections)
     return 0
+
+
+def conversations_for(flags: argparse.Namespace, runner: Runner) -> Conversations:
+    """Makes room for conversations, and compiles what their turns need.
+
+    Raises:
+      ConfigError: a number of bytes that has no room for one, or conversations with ``--speculate``, under which rows
+        continue no context.
+    """
+    asked, tokenizer = flags.conversation_bytes, runner.model.tokenizer
+    if asked and flags.speculate is not None:
+        raise ConfigError("--conversation-bytes: rows that are drafted for continue no conversation; leave it out.")
+    if asked == 0 or flags.speculate is not None or tokenizer is None or not templates(tokenizer):
+        return Conversations(0)
+    max_bytes = CONVERSATION_BYTES if asked is None else asked
+    nbytes = ENTRY_BYTES + _conversation_bytes(runner)
+    if nbytes <= max_bytes:
+        print(f"conversations: room for {max_bytes // nbytes}, {nbytes} bytes each", flush=True)
+        return Conversations(max_bytes)
+    if asked is not None:
+        raise ConfigError(f"--conversation-bytes={asked} has no room for one conversation, which takes {nbytes}.")
+    print(f"conversations: none; one takes {nbytes} bytes: see --conversation-bytes", flush=True)
+    return Conversations(0)
+
+
+def _conversation_bytes(runner: Runner) -> int:
+    """Runs two turns of a conversation, and returns the bytes of its context."""
+    held, made = Conversations(sys.maxsize), None
+    conversation = held.begin(WARM_UP)
+    assert conversation is not None
+    limits = runner.prompts.limits
+    tokens = [0] * max(1, min(limits.prompt, runner.model.config.max_positions - 4))
+    for _ in range(2):
+        taken = held.take(conversation.id, WARM_UP)
+        try:
+            runner.submit(
+                Request(tokens=tokens, max_new_tokens=1, prefix=taken.context, keep_context=True, namespace=WARM_UP)
+            )
+        except InputError:  # there is no room for a second turn
+            break
+        (result,) = runner
+        made, tokens = result.context, [0]
+        if made is None:  # numbers that are not finite, of which each answer will say so
+            break
+        held.put(taken, made)
+        held.release(taken)
+    if runner.prefix_store is not None:
+        runner.prefix_store.clear()
+    return 0 if made is None else context_bytes(made)
 
 
 @contextlib.contextmanager

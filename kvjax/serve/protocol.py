@@ -2,8 +2,8 @@
 
 Source: the API reference at platform.openai.com, "Completions" and "Chat completions". What kvjax cannot do is refused,
 not ignored. Further fields, which the `openai` package sends from ``extra_body``: top_k, min_p, repetition_penalty,
-stop_token_ids, ignore_eos, priority (as in vLLM: the lowest number is served first), and prefix, the name of a state
-that the server was given.
+stop_token_ids, ignore_eos, priority (as in vLLM: the lowest number is served first), prefix, the name of a state that
+the server was given, and conversation, as in OpenAI's responses: the id of a conversation that the server holds.
 """
 
 import dataclasses
@@ -12,10 +12,12 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvjax.contexts.chats import next_turn
 from kvjax.errors import KvjaxError, without_middle
 from kvjax.generation.context import Context
 from kvjax.generation.sampling import Greedy, Sample, Sampler
 from kvjax.models.model import Model
+from kvjax.serve.conversations import Conversation
 from kvjax.serve.prefix import room_of, text_of
 from kvjax.serve.request import SEEDS, Request
 from kvjax.serve.text_stream import TextStream
@@ -42,7 +44,10 @@ COMMON = {
     "model", "max_tokens", "temperature", "top_p", "n", "stream", "stream_options", "stop", "seed", "logprobs",
     "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "priority",
 }  # fmt: skip
-FIELDS = {"completion": COMMON | {"prompt", "prefix"}, "chat": COMMON | {"messages", "max_completion_tokens"}}
+FIELDS = {
+    "completion": COMMON | {"prompt", "prefix"},
+    "chat": COMMON | {"messages", "max_completion_tokens", "conversation"},
+}
 
 
 class ApiError(Exception):
@@ -113,6 +118,7 @@ class Call:
       stream: whether the answer is a stream of events.
       usage: whether the stream ends with the number of tokens.
       logprobs: whether log-probabilities are sent.
+      conversation: the id of the conversation that is continued; None for none.
     """
 
     kind: str
@@ -122,6 +128,7 @@ class Call:
     stream: bool
     usage: bool
     logprobs: bool
+    conversation: str | None = None
 
 
 def parse(content: bytes | bytearray) -> JsonObject:
@@ -142,14 +149,21 @@ def parse(content: bytes | bytearray) -> JsonObject:
 Served = ServerInfo  # its name in earlier versions
 
 
-def read(kind: str, body: JsonObject, served: ServerInfo, rendered: str | None = None) -> Call:
+def read(
+    kind: str,
+    body: JsonObject,
+    served: ServerInfo,
+    rendered: str | list[int] | None = None,
+    held: Conversation | None = None,
+) -> Call:
     """Checks the body of a request.
 
     Args:
       kind: ``completion`` or ``chat``.
       body: from `parse`.
       served: the model.
-      rendered: the text of a chat's messages, from `conversation`, where it was made before.
+      rendered: a chat's messages from `conversation` or `turn`, where they were made before.
+      held: the conversation that a chat continues; None for none.
 
     Raises:
       ApiError: something that is not valid, or that kvjax does not have.
@@ -163,14 +177,22 @@ def read(kind: str, body: JsonObject, served: ServerInfo, rendered: str | None =
     check_model(_field(body, "model", str, served.name), served)
     logprobs = _logprobs(kind, body)
     stream, options = _field(body, "stream", bool, False), _field(body, "stream_options", dict, {})
-    prefix = _prefix(body, served)
+    prefix = _prefix(body, served) if held is None else held.context
     if kind == "chat":
-        prompts = [_encoded(conversation(body, served) if rendered is None else rendered, served)]
+        if rendered is None:
+            rendered = conversation(body, served)
+        prompts = [_encoded(rendered, served) if isinstance(rendered, str) else rendered]
+        _check_length(prompts[0], served, prefix, "messages")
     else:
         prompts = _prompts(body, served, prefix)
     stops, ids = _stops(body, served.model)
-    sampler, tokens = _sampler(body, served.model), _max_tokens(kind, body, served, prefix)
+    sampler, tokens = _sampler(body, served.model), _max_tokens(kind, body, served, prefix, kept=held is not None)
     choices = _whole(body, "n", 1, 1, MAX_CHOICES)
+    if held is not None and (choices > 1 or stops):
+        # The cache of a row that the host ends may have gone further.
+        name = "n" if choices > 1 else "stop"
+        raise ApiError(400, f"{name} is not supported in a conversation, which goes on after one answer that a token "
+                       "ends.", param=name, code="unsupported_parameter")  # fmt: skip
     # A request without a seed is like no other.
     seed = _whole(body, "seed", secrets.randbelow(SEEDS), 0, SEEDS - 1)
     priority = _priority(body, served)
@@ -193,10 +215,12 @@ def read(kind: str, body: JsonObject, served: ServerInfo, rendered: str | None =
                     prefix=prefix,
                     early=stream,
                     priority=priority,
+                    keep_context=held is not None,
                     until=None if text is None else text.take,
                 )
             )
-    return Call(kind, requests, texts, len(prompts), stream, bool(options.get("include_usage")), logprobs)
+    usage = bool(options.get("include_usage"))
+    return Call(kind, requests, texts, len(prompts), stream, usage, logprobs, None if held is None else held.id)
 
 
 def check_model(name: str, served: ServerInfo) -> None:
@@ -246,16 +270,63 @@ def conversation(body: JsonObject, served: ServerInfo) -> str:
     Raises:
       ApiError: messages that are not valid, or that the template refuses.
     """
-    messages, tokenizer = body.get("messages"), served.model.tokenizer
-    if not isinstance(messages, list) or not messages:
-        raise ApiError(400, "messages must be a list of at least one message.", param="messages")
-    if tokenizer is None:
-        raise ApiError(400, "the model has no tokenizer, which conversations need.", param="messages")
-    talk = [_message(each, number) for number, each in enumerate(messages)]
+    talk, tokenizer = _messages(body, served), served.model.tokenizer
+    assert tokenizer is not None
     try:
         return tokenizer.apply_chat_template(talk)
     except KvjaxError as error:
         raise ApiError(400, str(error), param="messages") from None
+
+
+def turn(body: JsonObject, served: ServerInfo, before: Context) -> list[int]:
+    """Returns the token ids of a chat's messages as the next turn of a conversation, after which the answer follows.
+
+    Args:
+      body: from `parse`.
+      served: the model.
+      before: the conversation so far; its cache is not read.
+
+    Raises:
+      ApiError: see `conversation`; or the messages begin with the conversation so far.
+    """
+    talk = _messages(body, served)
+    if any(message["role"] == "assistant" for message in talk):
+        raise ApiError(
+            400, "the server has what was said before in this conversation; send the new messages alone, without "
+            "answers.", param="messages",
+        )  # fmt: skip
+    _check_size("".join(message["content"] for message in talk), served, before, "messages")
+    try:
+        return next_turn(served.model, text_of(before), talk)
+    except KvjaxError as error:
+        raise ApiError(400, str(error), param="messages") from None
+
+
+def conversation_id(body: JsonObject) -> str | None:
+    """Returns the id of the conversation that a body names: as itself, or as ``{"id": ...}``; None for none."""
+    given = body.get("conversation")
+    named = given.get("id") if isinstance(given, dict) and given.keys() == {"id"} else given
+    if named is not None and not isinstance(named, str):
+        raise ApiError(400, 'conversation must be an id or {"id": id}.', param="conversation")
+    return named
+
+
+def no_conversation(name: str) -> ApiError:
+    """Returns the response to a request of a conversation that is not there."""
+    return ApiError(
+        404, f"there is no conversation {name!r}. Those that were used least recently are forgotten when there is no "
+        "room; begin another one by POST /v1/conversations.", param="conversation", code="conversation_not_found",
+    )  # fmt: skip
+
+
+def _messages(body: JsonObject, served: ServerInfo) -> list[JsonObject]:
+    """Returns the messages of a chat, whose contents are texts."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages must be a list of at least one message.", param="messages")
+    if served.model.tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer, which conversations need.", param="messages")
+    return [_message(each, number) for number, each in enumerate(messages)]
 
 
 def _encoded(text: str, served: ServerInfo) -> list[int]:
@@ -266,7 +337,6 @@ def _encoded(text: str, served: ServerInfo) -> list[int]:
         prompt = served.model.tokenizer.encode(text, bos=False)
     except KvjaxError as error:
         raise ApiError(400, str(error), param="messages") from None
-    _check_length(prompt, served, None, "messages")
     return prompt
 
 
@@ -365,17 +435,25 @@ def _sampler(body: JsonObject, model: Model) -> Sampler:
         raise ApiError(400, str(error)) from None
 
 
-def _max_tokens(kind: str, body: JsonObject, served: ServerInfo, prefix: Context | None) -> Callable[[list[int]], int]:
-    """The number of new tokens of a request, by its prompt."""
+def _max_tokens(
+    kind: str, body: JsonObject, served: ServerInfo, prefix: Context | None, *, kept: bool
+) -> Callable[[list[int]], int]:
+    """The number of new tokens of a request, by its prompt. If the context is kept, the last one takes a slot too."""
     names = ("max_completion_tokens", "max_tokens") if kind == "chat" else ("max_tokens",)
     maximum = served.max_new_tokens
     given = next((_whole(body, name, 0, 1, 1 << 31) for name in names if name in body), None)
+    asked = given is not None
     if given is None:
         usual = COMPLETION_TOKENS if kind == "completion" else served.model.generation.max_new_tokens or maximum
         given = min(usual, maximum)
 
     def room(prompt: list[int]) -> int:
-        fits = maximum if prefix is None else room_of(prefix, served.max_new_tokens) - len(prompt)
+        fits = (maximum if prefix is None else room_of(prefix, maximum) - len(prompt)) - kept
+        if kept and fits <= 0:
+            raise ApiError(400, "the conversation has no room for these messages and an answer; begin another one.",
+                           param="messages", code="context_length_exceeded")  # fmt: skip
+        if kept and not asked:
+            return min(given, fits)
         if given > fits:
             raise ApiError(
                 400, f"{given} new tokens were requested, but at most {fits} fit.", param=names[-1],

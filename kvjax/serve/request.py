@@ -41,6 +41,7 @@ class Request:
       priority: requests of a higher priority are served first, and take the rows of others if none is free; see
         `kvjax.serve.preemption`. Among equal ones, the one that was submitted first. (vLLM's field of this name, and
         the HTTP server's, has the opposite sign: there the lowest number is served first.)
+      keep_context: whether `Result.context` is the context after its last token, which another request can continue.
       namespace: whose prompts it may share in the runner's prefix store; those of others are never found.
       until: see `Until`; for ends that are no single token. It is called on the host after every chunk of tokens, and a
         request may hold its row until the end of the next chunk.
@@ -55,6 +56,7 @@ class Request:
     prefix: Context | None = None
     early: bool = False
     priority: int = 0
+    keep_context: bool = False
     namespace: Hashable = None
     until: Until | None = None
 
@@ -76,6 +78,8 @@ class Result:
       prompt: the number of its prompt's tokens, those of its prefix included.
       found: the number of those that were found in the runner's prefix store.
       error: what ended it, if `reason` is ``error``; otherwise None.
+      context: what `kvjax.contexts.decode` returns as such: the context after its last token, if `Request.keep_context`
+        asks for it. None of a request that was cancelled, or ended by an error or by `Request.until`.
     """
 
     id: int
@@ -85,6 +89,7 @@ class Result:
     prompt: int
     found: int = 0
     error: NonFiniteError | None = None
+    context: Context | None = None
 
     def __repr__(self) -> str:
         return one_line(self)
@@ -128,6 +133,7 @@ class Checked:
     prefix: Context | None
     early: bool
     priority: int
+    keep_context: bool
     namespace: Hashable
     until: Until | None
 
@@ -151,17 +157,21 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
     check_one_row("a request", request.tokens)
     tokens = np.asarray(request.tokens)
     check_namespace(request.namespace)
+    if not isinstance(request.keep_context, bool):
+        raise InputError(f"keep_context must be True or False; got {shown(request.keep_context)}.")
     if request.prefix is not None and not isinstance(request.prefix, Context):
         raise InputError(f"prefix must be a context, from Runner.prefix; got {shown(request.prefix)}.")
     if request.prefix is None or tokens.size:
         before = 0 if request.prefix is None else length_of(request.prefix)
-        batch = check_batch(config, tokens, None, new_tokens=request.max_new_tokens + before)
+        # The last new token takes a position too if its context is kept.
+        following = request.max_new_tokens + request.keep_context
+        batch = check_batch(config, tokens, None, new_tokens=following + before)
         tokens = batch.tokens[0]
     number = request.number if request.number is not None else 0 if request.seed is not None else count
     return Checked(
         tokens.astype(np.int32).reshape(-1), request.max_new_tokens, check_stops(stop, request.stop), own,
         None if request.seed is None else _below("seed", request.seed, SEEDS), _below("number", number, NUMBERS),
-        request.prefix, request.early, _priority(request.priority), request.namespace,
+        request.prefix, request.early, _priority(request.priority), request.keep_context, request.namespace,
         request.until,
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ from kvjax.serve.request import (
 from kvjax.serve.rounds import Rounds, check_draft, drafted_spec
 from kvjax.serve.row_loop import RowLoop, Steps
 from kvjax.serve.sampling import settings
-from kvjax.serve.swap import swap_in
+from kvjax.serve.swap import swap_in, take_row
 from kvjax.speculation.drafts import Draft
 from kvjax.storage.base import Storage
 from kvjax.typing import PyTree
@@ -189,13 +189,19 @@ class Runner:
           PolicyError: the budget cannot work for the length of its prompt.
         """
         checked = check_request(self.model.config, request, self._stop, self._sampler, self._submitted)
-        prompt = None
+        prompt, new_tokens = None, checked.max_new_tokens
+        if checked.keep_context or checked.prefix is not None:
+            self._loop.check_prefix()
+        if checked.keep_context:
+            new_tokens += 1  # the last one is fed too
         if checked.prefix is None:
-            prompt = self.prompts.prompt(checked.tokens, checked.max_new_tokens)
+            prompt = self.prompts.prompt(checked.tokens, new_tokens)
+            if checked.keep_context:
+                # Any number of tokens may follow, as after a prefix.
+                prompt = self.prompts.prompt(checked.tokens, self.prompts.limits.new_tokens)
             self._loop.check(checked, prompt)
         else:
-            self._loop.check_prefix()
-            prefixes.check(checked.prefix, self.prompts, len(checked.tokens) + checked.max_new_tokens)
+            prefixes.check(checked.prefix, self.prompts, len(checked.tokens) + new_tokens)
         job = Job(self._submitted, checked, prompt, 0 if prompt is None else self.prompts.bucket(prompt))
         self._submitted += 1
         self._alive[job.id] = job
@@ -391,7 +397,7 @@ class Runner:
                 finite = bool(np.isfinite(chunk.logprobs[row]).all())
                 progress = self._progress(job, tokens, logprobs, bool(chunk.active[row]), finite)
                 if progress is not None:
-                    found.append(progress)
+                    found.append(self._with_context(progress, job, row))
         for job in self._cancelled:
             found.append(self._end(job, "cancelled", np.zeros(0, np.int32), np.zeros(0, np.float32)))
         self._cancelled.clear()
@@ -410,12 +416,29 @@ class Runner:
                 self.counts.useful_row_steps -= max(0, len(tokens) - max(end, 0))
             tokens, logprobs = tokens[: max(end, 0)], logprobs[: max(end, 0)]
         self._add(job, tokens, logprobs)
+        job.ended_by_host = end is not None or not finite
         if end is None and not finite:
             return self._end(job, "error", tokens, logprobs)
         if end is None and active:
             return Progress(job.id, tokens, logprobs, None) if tokens.size else None
         stopped = end is not None or (tokens.size > 0 and int(tokens[-1]) in job.request.stop)
         return self._end(job, "stop" if stopped else "length", tokens, logprobs)
+
+    def _with_context(self, progress: Progress, job: Job, row: int) -> Progress:
+        """Adds the context to the result of a request that asks for it.
+
+        The row still has it: steps after the last token leave it as it is, and no other request has the row yet. A
+        request that the host has ended may have gone further.
+        """
+        result, own = progress.result, job.request
+        if result is None or not own.keep_context or job.ended_by_host or self._rows is None:
+            return progress
+        before = own.prefix if job.prompt is None else job.prompt
+        assert before is not None
+        given = own.tokens if job.prompt is None else own.tokens[:0]
+        state = take_row(self._rows.state, row)
+        context = prefixes.after_request(self.prompts, before, given, result.tokens, state)
+        return dataclasses.replace(progress, result=dataclasses.replace(result, context=context))
 
     def _add(self, job: Job, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         job.tokens.append(tokens)

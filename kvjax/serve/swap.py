@@ -40,8 +40,19 @@ def swap_out(batch: T, row: int) -> T:
     Returns:
       The row, [1, ...] each, in host memory; random keys as their numbers.
     """
-    held: T = jax.device_put(_taken(batch, np.int32(row)), host_memory.Space.Host)
+    held: T = jax.device_put(take_row(batch, row), host_memory.Space.Host)
     return held
+
+
+def take_row(batch: T, row: int) -> T:
+    """Copies a row of a batch within its memory, [1, ...] each; random keys as their numbers.
+
+    Args:
+      batch: as in `swap_out`.
+      row: from 0 to R - 1.
+    """
+    taken: T = _taken(batch, np.int32(row))
+    return taken
 
 
 def swap_in(batch: T, row: int, held: T) -> T:

@@ -189,3 +189,34 @@ def test_what_is_refused():
     with pytest.raises(InputError, match=r"prefix_store must be kvjax\.PrefixStore"):
         runner_for(prefix_store=1 << 30)
     assert kvjax.serve.Request(tokens=[4], max_new_tokens=1).priority == 0
+
+
+def test_a_more_urgent_prompt_overtakes_one_whose_blocks_are_run():
+    """Its blocks come first, and those of the other one go on afterwards; no more than two prompts hold a cache."""
+    options = {"prefill_block": 8, "turn_tokens": 8, "swap_bytes": 0}
+    spec, limits = CacheSpec(policies.full()), Limits(prompt=PROMPT, new_tokens=NEW)
+    asked = [dataclasses.replace(request, max_new_tokens=2) for request in requests([0, 0, 1, 2])]
+    asked[0] = dataclasses.replace(asked[0], tokens=prompts()[0, :5], max_new_tokens=NEW)
+    ended, results = [], []
+
+    def step(runner):
+        return [progress.result for progress in runner.step() if progress.result is not None]
+
+    for together in (False, True):
+        runner = Runner(tiny(layers=1).model, spec, rows=3, limits=limits, chunk=1, **options)
+        runner.submit(asked[0])
+        runner.step()
+        for request in asked[1:]:
+            runner.submit(request)
+            results += step(runner)  # a block of the prompt
+            assert len(runner._intake._begun) <= 2
+            if not together:
+                results += runner
+        found = [*runner]
+        ended.append([result.id for result in found])
+        results += found
+    assert [each for each in ended[1] if each] == [2, 3, 1], ended
+    by_id = {number: [result for result in results if result.id == number] for number in range(4)}
+    for one, two in by_id.values():
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_array_equal(one.logprobs, two.logprobs)

@@ -41,13 +41,17 @@ TEMPLATE = b"{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}a
 PROMPTS = ["Anna put the red ball", "It was a bright cold day, and the", "Once", "The ship left the harbour and"]
 
 
-@pytest.fixture(scope="module")
-def model():
+def chat_model():
     """kvjax-tiny's first layer, with a chat template."""
     whole = kvjax.load("kvjax-tiny")
     tokenizer = dataclasses.replace(whole.tokenizer, files={**whole.tokenizer.files, "chat_template.jinja": TEMPLATE})
     config = dataclasses.replace(whole.config, num_layers=1, windows=())
     return dataclasses.replace(whole, config=config, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return chat_model()
 
 
 @dataclasses.dataclass
@@ -94,9 +98,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model, *, waiting=300, step=None, store=None, by_priority=False, **options):
+def serving(model, *, policy=POLICY, waiting=300, step=None, store=None, by_priority=False, **options):
     """A server of its own; `step` replaces that of its runner, which it is given."""
-    runner = Runner(model, POLICY, rows=4, limits=LIMITS, chunk=8, prefix_store=store)
+    runner = Runner(model, policy, rows=4, limits=LIMITS, chunk=8, prefix_store=store)
     if step is not None:
         whole = runner.step
         runner.step = lambda: step(whole)
