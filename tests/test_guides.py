@@ -150,6 +150,7 @@ def test_table_of_the_view():
     assert named == {*policies.View._fields, "live", "recent", "rotated", "unrotated"} - {"heads", "frame"}
 
 
+@pytest.mark.sampled(0)
 def test_what_the_page_makes(page):
     assert {"narrow", "halved", "merged", "missed"} <= page.keys()
     held = [page["generate"](page["loudest"](32)).kept(layer)[0][0] for layer in range(LAYERS)]

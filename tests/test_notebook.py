@@ -30,6 +30,8 @@ SMALLER = {
     },
     "serving": {"ROWS": 2, "REQUESTS": 4, "PROMPT": 256},
 }  # fmt: skip
+#: Those that `make test` executes; a notebook takes half a minute.
+SAMPLED = ("quickstart", "serving")
 #: A path from the root or a home folder, Windows' too, that is not part of an address.
 MACHINE_PATH = re.compile(r"(?<![\w:/.])(?:~?/\w[\w.-]*/|[A-Z]:\\)")
 #: All notebooks together; an image of a plot takes 10 to 30 kB.
@@ -126,7 +128,9 @@ def assert_drawn(notebook, *names):
         assert height > 200
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLED else pytest.mark.sampled(0)) for name in NOTEBOOKS]
+)
 def test_runs_without_warnings(executed, name):
     streams = [o for each in executed(name).cells for o in each.get("outputs", ()) if o.output_type == "stream"]
     # matplotlib says so in an environment's first minute
@@ -184,6 +188,7 @@ def test_quickstart_ends_on_a_cache_that_wins(executed):
 SCORE = re.compile(r"^(\w+) +(\d+)% of the codes, perplexity ([\d.]+)$", re.MULTILINE)
 
 
+@pytest.mark.sampled(0)
 def test_own_policy_finds_what_others_have_evicted(executed):
     notebook = executed("own_policy")
     found = {name: (int(codes), float(perplexity)) for name, codes, perplexity in SCORE.findall(printed(notebook))}
@@ -198,6 +203,7 @@ def test_own_policy_finds_what_others_have_evicted(executed):
 WROTE = re.compile(r"^([\w ]+) wrote (.*)\n +and read of the slots that it held (.*)$", re.MULTILINE)
 
 
+@pytest.mark.sampled(0)
 def test_infinigen_finds_what_h2o_has_evicted(executed):
     notebook = executed("infinigen")
     found = {name: (text, shares.split(", ")) for name, text, shares in WROTE.findall(printed(notebook))}
@@ -211,6 +217,7 @@ def test_infinigen_finds_what_h2o_has_evicted(executed):
     assert_drawn(notebook, "chosen", "counts", "bytes")
 
 
+@pytest.mark.sampled(0)
 def test_infinigen_counts_bytes(executed):
     text = printed(executed("infinigen"))
     number = r"([\d,.]+)"
@@ -226,6 +233,7 @@ def test_infinigen_counts_bytes(executed):
 STORED = re.compile(r"^([\w, ]+?) +(\d+) kB a prompt, +(\d+)% of the codes, perplexity ([\d.]+)$", re.MULTILINE)
 
 
+@pytest.mark.sampled(0)
 def test_own_storage_is_measured(executed):
     notebook = executed("own_storage")
     found = {name: tuple(map(float, rest)) for name, *rest in STORED.findall(printed(notebook))}
@@ -237,6 +245,7 @@ def test_own_storage_is_measured(executed):
     assert_drawn(notebook, "plot")
 
 
+@pytest.mark.sampled(0)
 def test_heavy_hitters_are_seen(executed):
     notebook = executed("heavy_hitters")
     top, share = map(int, re.search(r"the (\d+) tokens that receive most hold (\d+)% of", printed(notebook)).groups())
@@ -248,6 +257,7 @@ def test_heavy_hitters_are_seen(executed):
     assert_drawn(notebook, "sparsity", "accumulated", "kept", "missed", "heads")
 
 
+@pytest.mark.sampled(0)
 def test_quality_is_drawn_against_bytes(executed):
     notebook = executed("quality_against_bytes")
     row = re.compile(r"^(\w+) +(\w+) +(\d+)% +([\d.]+) +(\d+)$", re.MULTILINE)

@@ -169,6 +169,7 @@ def test_recurrences():
     assert np.nansum(got.tokens) > np.nansum(got.lost) > 0
 
 
+@pytest.mark.sampled(0)
 def test_output_error():
     """Against float64 attention over the slots that a prompt leaves, with their weights and values."""
     own, prompt, length = tiny("gqa", layers=2), 30, 44

@@ -170,7 +170,7 @@ def fields_at(got: analysis.Selected, layer: int, row: int, head: int, t: int) -
 CASES = [*((heads, "infinigen") for heads in HEADS), ("gqa", "optimal")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("heads", "name"), CASES)
 def test_selected(heads, name):
     got, found = measured(heads, name), reference(heads, name)

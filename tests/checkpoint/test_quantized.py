@@ -100,6 +100,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_matrices_are_those_of_the_definition(name, tmp_path):
     family, settings, write, more = CASES[name]

@@ -245,7 +245,7 @@ CHATS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SPREAD)
 @pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json", "vocab.json"])
 def test_facts_of_several_files_are_those_of_transformers(kind, name, pieces, request, tmp_path):

@@ -257,7 +257,7 @@ def test_ends(how):
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_marked_tests_are_counted_however_they_end(monkeypatch, tmp_path, concurrent):
     monkeypatch.setattr(children, "GRACE", 0.2)

@@ -70,6 +70,7 @@ def test_swap(tmp_path):
     assert all(row[f"{way} GB/s"] == pytest.approx(row["row MB"] / row[f"{way} ms"]) for way in ("out", "in"))
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_decode(tmp_path, capsys):
     rows = bench(tmp_path, "decode", "--against=none", "--policies=h2o,roco,full", "--batch=2", "--context=20")
@@ -488,6 +489,7 @@ def test_prefixes(tmp_path):
     assert len({tuple(each) for each in asked}) == 100 and max(map(len, asked)) <= 150
 
 
+@pytest.mark.sampled(0)
 def test_speculate(tmp_path):
     """A draft that reads everything is always right."""
     arguments = ("--context=20", "--drafts=seen(window)", "--gammas=2", "--slots=64", "--against=none")

@@ -71,6 +71,7 @@ def test_each_mode_sees_its_own_text_under_a_full_cache(mode, full):
                 seen = (*seen, *own.question, *(new if mode == "own" else own.answer))
 
 
+@pytest.mark.sampled(0)
 def test_a_compressor_sees_the_question_of_its_prompt(full):
     """In a multi-request no question, in a multi-turn the first one."""
     compressed = {mode: answers(policies.snapkv(12, window=4), mode=mode) for mode in MODES}

@@ -242,6 +242,7 @@ def test_the_full_cache_can_be_left_out(command, small, capsys):
     assert all([each["policy"] for each in one["rows"]] == [one["rows"][-1]["policy"]] for one in stored)
 
 
+@pytest.mark.sampled(0)
 def test_results_without_a_page_are_linked_themselves(command, small):
     folder = command(SWEPT)
     pages = [path for path in folder.glob("*.html") if path.stem != "sweep"]

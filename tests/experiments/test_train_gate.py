@@ -92,6 +92,7 @@ def test_an_interrupted_run_resumes_exactly(config, tmp_path, monkeypatch):
         train_gate.first_gate(continued, model, policies.MlpGate(5))
 
 
+@pytest.mark.sampled(0)
 def test_windows_with_recall_material_have_none_that_evaluations_ask_for(config, tmp_path):
     model, book = kvjax.load("kvjax-tiny", dtype="float32"), tmp_path / "book.txt"
     book.write_text("The old man looked at the sea, and said nothing. " * 400)

@@ -148,6 +148,7 @@ def test_a_server_runs_prompts_in_blocks():
     np.testing.assert_allclose(done.logits, expected.logits, atol=2e-5)
 
 
+@pytest.mark.sampled(0)
 def test_the_layout_says_what_a_prompt_costs():
     assert "replayed in chunks of 9 tokens before slots are evicted, which takes one more prefill" in (
         prompts().layout.explain()

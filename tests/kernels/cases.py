@@ -142,7 +142,7 @@ class DecodeCases:
     def small_tiles(self, monkeypatch, case):
         pass
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("case", DECODE, ids=str)
     def test_it_is_that_of_float64(self, machine, monkeypatch, case):
         self.small_tiles(monkeypatch, case)
@@ -160,7 +160,7 @@ class PrefillCases:
     def small_tiles(self, monkeypatch, case):
         pass
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("case", PREFILL, ids=str)
     def test_it_is_that_of_float64(self, machine, monkeypatch, case):
         self.small_tiles(monkeypatch, case)

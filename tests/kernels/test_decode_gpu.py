@@ -44,7 +44,7 @@ def test_many_slots_are_those_of_float64(machine, case):
     case.check("pallas_gpu", machine)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "reports"),
     [*((case, True) for case in [*DECODE, *HARDWARE]), (DECODE[0], False), (HARDWARE[1], False)],

@@ -51,7 +51,7 @@ def test_a_slot_too_many_is_noticed(machine, monkeypatch):
         Case((24,), 1, 1, 24, 0, 64, needs=frozenset()).check("pallas_gpu", machine)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "reports"),
     [*((case, True) for case in [*PREFILL, *HARDWARE]), (PREFILL[0], False), (HARDWARE[0], False)],

@@ -101,7 +101,7 @@ def score(
     return kvjax.log_likelihood(own, tokens, policy, prompt_length=lengths, lengths=fed, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_limits_protection_and_distinct_positions_at_every_step(run):
     evicts = run.policy.when == "step"
     trace = evolve(model(run.name), run.prefilled, run.tokens, LENGTHS + NEW - 1)
@@ -174,7 +174,7 @@ def assert_rows_are_computed_alone(policy: Policy, tokens: np.ndarray, scored: k
     np.testing.assert_allclose(scored.logprobs[1, : n - 1], alone.logprobs[0], atol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_a_row_is_computed_alone(run):
     assert_rows_are_computed_alone(run.policy, run.tokens, run.scored)
 

@@ -24,6 +24,7 @@ def model(tmp_path_factory) -> kvjax.Model:
     return scripted.load(tmp_path_factory.mktemp("scripted"))
 
 
+@pytest.mark.sampled(0)
 def test_the_runner_stops_after_a_stop_text(model, monkeypatch):
     monkeypatch.setattr(loop, "UNTIL_EVERY", 1)
     runner = Runner(model, CacheSpec(policies.full()), rows=2, max_length=64)

@@ -96,7 +96,7 @@ def test_a_loop_generates_what_layers_do(name):
     assert_equal(looped, unrolled(run))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", OF_XLA)
 def test_stacked_weights_on_any_platform(name, monkeypatch):
     """Without kvjax's own products, as on GPUs: XLA's products with slices of stacks, of codes too."""
@@ -296,7 +296,7 @@ def program(layers: int, name: str) -> str:
     return text
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["h2o", "int4", "int8", "fp8"])
 def test_a_program_does_not_grow_with_layers_and_copies_no_stack(name):
     few, many = program(3, name), program(6, name)

@@ -87,6 +87,7 @@ def test_a_skew_is_not_folded_into_codes():
     assert "skew" in skew.skewed(model, matrices, fold=False).params["layer_0"]["attention"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("weights", "share"), [("int8", 1.0), ("int4", 0.5)])
 def test_a_plan_counts_the_bytes_of_codes(weights, share):
     planned = plan(TINY, policies.h2o(127), batch=2, prompt_length=200, new_tokens=57, weights=weights)

@@ -105,6 +105,7 @@ def test_an_experiment_ends_with_one_folder(several, alone, folder):
     assert json.loads((other / "environment.json").read_text())["processes"] == count
 
 
+@pytest.mark.sampled(0)
 def test_a_saved_folder_is_that_of_one_process(several, folder):
     count, _, _ = several
     saved, expected = folder / f"saved-{count}", folder / "model"

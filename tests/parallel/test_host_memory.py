@@ -133,6 +133,7 @@ def test_a_record_counts_what_moves():
     np.testing.assert_array_equal(record.bytes_moved()[0], [[59 * heads * slot] * 3, [gathered * heads * slot] * 3])
 
 
+@pytest.mark.sampled(0)
 def test_a_residual_leaves_room_for_what_a_share_of_all_slots_may_choose():
     """The cap is a share of all slots, those of the residual too."""
     look = selection.infinigen(np.inf, ratio=1.0, cap=0.5, first_layer=1)

@@ -173,7 +173,7 @@ def found(name, arguments, given):
     return np.asarray(importance.score({}, view))[0, 0]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in CASES.items() for case in cases])
 def test_worked_scores(worked, name, case):
     about = json.loads(bytes(worked["cases"]))[case]

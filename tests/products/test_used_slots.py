@@ -156,6 +156,7 @@ def test_gradients_of_attention(queries):
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("transposed", [False, True], ids=IDS)
 @pytest.mark.parametrize("codec", [Integer(8, 64), Integer(4, 16), Fp8(), TurboQuant(2)], ids=repr)
 def test_codes_of_the_slots_in_use_are_multiplied_and_no_others_are_read(codec, transposed, width):

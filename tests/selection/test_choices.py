@@ -305,7 +305,7 @@ EVERY = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_row_alone_is_the_row_in_a_batch(name):
     batch, selection = texts("gqa", seed=6), EVERY[name]
@@ -319,6 +319,7 @@ def test_a_row_alone_is_the_row_in_a_batch(name):
                 np.testing.assert_allclose(one[0, :, :, start:length], many[row, :, :, start:length], atol=2e-6)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "masked"])
 def test_counts(name):
     """Chosen slots are candidates, at most `most` are chosen or `width` read, and all where there are few."""

@@ -140,7 +140,7 @@ def test_a_layer_is_the_reference(name):
                     np.testing.assert_array_equal(found[-1, row, head, order], slots.head.stats[statistic], statistic)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_limits_and_what_may_be_chosen(name):
     """Distinct live slots within the limit; what is gone does not come back; what is chosen was live and is read."""
@@ -173,6 +173,7 @@ def test_limits_and_what_may_be_chosen(name):
     assert phased or run.layers.position.shape[-1] == limit + page
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in CASES if "pages" in name])
 def test_bounds_hold_after_pages_were_evicted(name):
     """The summary of each page is that of its live keys: of no key that is gone."""

@@ -131,6 +131,7 @@ def test_statistics_are_of_what_a_prompt_read():
             np.testing.assert_array_equal(stats["count"], read.sum(axis=0))
 
 
+@pytest.mark.sampled(0)
 def test_a_budget_of_all_pages_is_a_prompt_that_is_read_whole():
     """The last block of 53 tokens has 48 before it: 12 pages of 4."""
     model, tokens = tiny("gqa", layers=1).model, random_tokens(2, 56)

@@ -133,6 +133,7 @@ def alone(model, prompt, tokens, **options):
     return model.tokenizer.decode(made.tokens[0])
 
 
+@pytest.mark.sampled(0)
 def test_two_hundred_clients(server, model):
     """Greedy and sampled, whole and as streams: each answer is that of the request alone."""
     drawn = {"temperature": 0.9, "top_p": 0.9, "seed": 7}

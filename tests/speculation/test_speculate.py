@@ -101,6 +101,7 @@ def test_tokens_verified_one_by_one_are_those_of_generate_to_the_bit():
         np.testing.assert_array_equal(got, leaf)
 
 
+@pytest.mark.sampled(0)
 def test_a_cache_in_host_memory():
     """Pages of it draft; their part is on the device."""
     options = kvjax.CacheOptions(storage=storage.dense(memory="host"))

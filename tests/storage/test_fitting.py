@@ -101,6 +101,7 @@ def test_a_calibration_has_the_tables_of_a_layer():
     np.testing.assert_allclose(value["decoded"][0], normalised(kmeans_levels(entries, BITS), entries), atol=1e-5)
 
 
+@pytest.mark.sampled(0)
 def test_fitted_tables_are_given_ones():
     """A run whose tables come from a calibration is the run in which they are constants."""
     fitted, rope = kvquant(BITS, SHARE, table="kmeans"), Rope(dim=DIM)

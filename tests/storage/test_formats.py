@@ -59,7 +59,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("codec", "dim", "dtype"), CASES, ids=str)
 def test_is_the_reference(codec, dim, dtype):
     x = draw(codec, dtype, dim)

@@ -166,6 +166,7 @@ def test_a_row_alone_is_the_row_in_a_batch():
             np.testing.assert_array_equal(own_value[0, head, slot], value[row, head, batch[at]])
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_slots_that_are_hidden_are_the_same_ones():
     """A policy that hides tokens keeps numbers of each, which move with it from tier to tier."""

@@ -48,6 +48,7 @@ def test_next_tokens_are_those_of_a_trained_calibration():
     assert float(got) == pytest.approx(-float(np.mean(expected)), abs=2e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plus", [False, True])
 def test_replays_are_what_kvzip_ranks_by(plus):
     """The largest scores are of the slots that it keeps."""
