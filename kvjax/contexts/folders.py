@@ -1,9 +1,7 @@
 """Saves and loads contexts: the cache with Orbax, and what says whether it is the right one."""
 
 import atexit
-import dataclasses
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -16,31 +14,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Unpack
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike
 
-from kvjax.cache.empty import empty_layers, memories
-from kvjax.cache.layer_stack import LayerRun, arranged_state, stacked_runs
-from kvjax.cache.planning.layout import CacheLayout
-from kvjax.cache.planning.limits import Sizes
+from kvjax.cache.layer_stack import arranged_state
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.state import KVState
 from kvjax.checkpoint import orbax
-from kvjax.contexts import spec_text
-from kvjax.contexts.room import lowered_layout
-from kvjax.errors import CheckpointError, InputError, shown
-from kvjax.generation.context import Context, Made, Span
+from kvjax.contexts.description import arrays_digest, describe, fields_digest, on_its_memory, restore, state_shapes
+from kvjax.errors import CheckpointError
+from kvjax.generation.context import Context
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
-from kvjax.models.digest import model_digest
 from kvjax.models.model import Model
-from kvjax.parallel import distributed, host_memory
+from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
-from kvjax.specs import functions
 from kvjax.typing import JsonObject
 
-Array = jax.Array
 ABOUT, ARRAYS, STATE = "context.json", "arrays.npz", "state"  # the files of a saved context
 FORMAT = 2
 _unfinished = set[Future[None]]()
@@ -108,23 +95,14 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
       ConfigError: the model is divided over several processes.
     """
     path = Path(folder).expanduser().resolve()
-    made = context.made
     tokens, resolved = context.tokens, context.resolved
-    if made is None or made.sizes is None or tokens is None or resolved is None or context.boundaries is None:
-        raise InputError("this context cannot be saved, since its tokens or its cache are not known.")
-    distributed.check_alone(made.model.params, "contexts.save")
+    about = describe(context, "contexts.save")
+    assert tokens is not None and resolved is not None
     if path.exists():
         raise CheckpointError(f"{path} exists already; save to a new folder.")
     state, logits = distributed.to_host((context.state, context.logits))
-    about = _about(made.model, made.spec) | {
-        "format": FORMAT, "spec": repr(made.spec), "rows": context.num_rows, "sizes": dataclasses.asdict(made.sizes),
-        "model": model_digest(made.model.params),
-        "state": arrays_digest(state, logits, tokens, resolved),
-        "slots": [[list(group.slots) for group in layer] for layer in context.layout.decode],
-        "runs": [[run.start, run.stop] for run in stacked_runs(context.state.layers)],
-        "boundaries": [[dataclasses.astuple(span) for span in own] for own in context.boundaries],
-    }  # fmt: skip
-    about["about"] = _fields_digest(about)
+    about |= {"format": FORMAT, "state": arrays_digest(state, logits, tokens, resolved)}
+    about["about"] = fields_digest(about)
 
     def write() -> None:
         with finished_folder(path) as unfinished:
@@ -172,97 +150,22 @@ def load(
     about = read_json(path / ABOUT, "context")
     if about.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a context of this version of kvjax: format {about.get('format')!r}.")
-    if about.get("about") != _fields_digest(about):
+    if about.get("about") != fields_digest(about):
         raise CheckpointError(f"{path} is damaged: {ABOUT} is not as it was saved.")
-    model, spec = options.resolve(model, _saved_spec(path, about) if policy is None else policy)
-    own = _about(model, spec) | {"model": model_digest(model.params)}
-    different = [f"{name}: {shown(about.get(name))}, and here {shown(value)}"
-                 for name, value in own.items() if about.get(name) != value]  # fmt: skip
-    if different:
-        raise CheckpointError(f"{path} was saved with another {'; '.join(different)}.")
+    layout, runs, rows, boundaries, made = restore(about, model, policy, options, path)
     try:
-        sizes = Sizes(**about["sizes"])
-        layout = lowered_layout(model, spec, sizes, options)
-        layout = dataclasses.replace(layout, decode=tuple(
-            tuple(dataclasses.replace(group, slots=tuple(own)) for group, own in zip(groups, each, strict=True))
-            for groups, each in zip(layout.decode, about["slots"], strict=True)
-        ))  # fmt: skip
-        runs = tuple(LayerRun(*map(int, run)) for run in about["runs"])
-        rows = int(about["rows"])
-        boundaries = tuple(tuple(Span(*span) for span in own) for own in about["boundaries"])
         with np.load(path / ARRAYS) as arrays:
             tokens, logits = arrays["tokens"], arrays["logits"]
             resolved = arrays["resolved"]
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from None
+    model = made.model
     shapes = state_shapes(model, layout, len(logits))
     state = on_its_memory(orbax.restore_state(path / STATE, shapes, mesh=model.mesh, rules=model.rules), layout)
     if arrays_digest(state, logits, tokens, resolved) != about.get("state"):
         raise CheckpointError(f"{path} is damaged: its arrays are not those that were saved.")
-    # Layers that ran as loops do so again, so that what follows is equal to the bit.
     state = arranged_state(state, runs)
-    made = Made(model, spec, options, sizes)
     return Context(model.place(logits), state, layout, tokens, rows, boundaries, made, resolved)
-
-
-def _saved_spec(path: Path, about: JsonObject) -> CacheSpec:
-    """Returns the spec of a saved context."""
-    try:
-        return spec_text.read(str(about.get("spec")))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"the policy of {path} cannot be read, since its text {error}; give the policy that the context was made "
-            "with."
-        ) from None
-
-
-def _about(model: Model, spec: CacheSpec) -> JsonObject:
-    """Returns what must be equal when a context is loaded, for JSON."""
-    return {
-        **{
-            f"config.{field.name}": functions.described(getattr(model.config, field.name))
-            for field in dataclasses.fields(model.config)
-        },
-        "policy": functions.described(spec.policy),
-        "storage": functions.described(spec.storage),
-        "selection": functions.described(spec.selection),
-        "dtype": model.dtype.name,
-        "mesh": None if model.mesh is None else dict(model.mesh.shape),
-    }
-
-
-def _fields_digest(about: JsonObject) -> str:
-    """Returns the SHA-256 of all fields but that of this digest."""
-    fields = {name: value for name, value in about.items() if name != "about"}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def state_shapes(model: Model, layout: CacheLayout, rows: int) -> KVState:
-    """Returns the shapes of a cache of `rows` rows."""
-    config, row = model.config, jnp.zeros((rows,), jnp.int32)
-    made = functools.partial(empty_layers, layout.decode, rows, config.num_kv_heads, config.head_dim, layout.dtype)
-    budget = tuple(tuple(row if group.has_budget else None for group in layer) for layer in layout.decode)
-    return KVState(layers=jax.eval_shape(made), length=row, prompt=row, total=row, budget=budget)
-
-
-def on_its_memory(state: KVState, layout: CacheLayout) -> KVState:
-    """Moves the arrays of a cache to the memory that its storages say."""
-    return state.replace(layers=jax.tree.map(_move, state.layers, memories(layout.decode, state.layers)))
-
-
-def _move(leaf: Array, where: str) -> Array:
-    """Moves an array to one of `kvjax.parallel.host_memory.MEMORIES`."""
-    if where == host_memory.DEVICE:
-        return leaf
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind(host_memory.PINNED))
-
-
-def arrays_digest(state: KVState, *arrays: ArrayLike) -> str:
-    """Returns the SHA-256 of the bytes of a cache, whether or not its layers are in stacks, and of further arrays."""
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves((arranged_state(state, ()), arrays)):
-        digest.update(np.ascontiguousarray(leaf).tobytes())
-    return digest.hexdigest()
 
 
 @contextmanager

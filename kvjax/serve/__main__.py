@@ -96,7 +96,7 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
         "conversation-bytes": (
             "bytes of host memory for conversations, of which a request sends its new messages alone, such as 4GB; 0 = "
-            "none are held; without it 4GB, or 0 with --speculate",
+            "none are held; without it 4GB, or 0 if there can be none, such as with --speculate",
             {"type": _size, "metavar": "BYTES"},
         ),
         "rows": ("requests that are answered at the same time", {"type": int, "default": 8}),

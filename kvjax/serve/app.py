@@ -367,7 +367,7 @@ class _Pages:
         def deliver_to(index: int) -> Callable[[StreamChunk | Exception], None]:
             def deliver(piece: StreamChunk | Exception) -> None:
                 if held is not None and isinstance(piece, StreamChunk):
-                    self._go_on(held, piece)
+                    piece = self._kept(held, piece)
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
@@ -386,14 +386,19 @@ class _Pages:
         except Stopped as error:
             raise ApiError(503, str(error)) from None
 
-    def _go_on(self, held: Conversation, piece: StreamChunk) -> None:
-        """Keeps the context that an answer has left; whatever happens, other requests go on."""
-        context = None if piece.result is None else piece.result.context
+    def _kept(self, held: Conversation, piece: StreamChunk) -> StreamChunk | Exception:
+        """Keeps the context that an answer has left, and returns what is sent; an error is of this request alone."""
+        if piece.result is None or piece.result.context is None:
+            return piece
         try:
-            if context is not None:
-                self._conversations.put(held, context)
+            kept = self._conversations.put(held, piece.result.context)
         except Exception:  # such as too little host memory
-            log.exception("conversation %s stays as it was", held.id)
+            log.exception("conversation %s could not be kept", held.id)
+            kept = False
+        if not kept:
+            return ApiError(503, "there was no room to keep this conversation.", code="conversation_not_kept")
+        # Pieces may wait long for their client.
+        return dataclasses.replace(piece, result=dataclasses.replace(piece.result, context=None))
 
     async def _collect(self, answer: Answer, pieces: Pieces) -> None:
         """Waits for all choices."""
@@ -486,6 +491,8 @@ def _api_error_of(error: Exception) -> ApiError:
     """Returns the response to an error of the engine."""
     if isinstance(error, NonFiniteError):
         return ApiError(500, str(error), code="not_finite")
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, KvjaxError):
         return refused(error)
     return ApiError(503 if isinstance(error, Stopped) else 500, str(error))

@@ -17,10 +17,11 @@ import numpy as np
 from kvjax.contexts.state_trie import Key, State, StateTrie
 from kvjax.generation.context import Context
 from kvjax.parallel import host_memory
-from kvjax.typing import PyTree
 
 CONVERSATION_BYTES = 4 * 10**9  # of all conversations, unless a flag says otherwise
-ENTRY_BYTES = 1024  # that a conversation counts at least, so that there is a limit on the number of new ones
+ENTRY_BYTES = 2048  # of a conversation beside its context, so that the number of those without one is bounded
+PREFIX, RANDOM_BYTES = "conv_", 16  # of an id
+NAME_LENGTH = len(PREFIX) + 2 * RANDOM_BYTES
 KIND = "conversation"
 
 
@@ -44,14 +45,6 @@ class Conversation:
     def tokens(self) -> int:
         """The number of tokens so far."""
         return 0 if self.context is None or self.context.text is None else len(self.context.text[0])
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Held:
-    """A conversation whose cache is in host memory, and where its arrays were before."""
-
-    conversation: Conversation
-    placement: PyTree
 
 
 class NoConversation(Exception):
@@ -80,57 +73,56 @@ class Conversations:
 
     def begin(self, owner: Hashable) -> Conversation | None:
         """Makes a conversation without messages; returns None if there is no room for it."""
-        made = Conversation(f"conv_{secrets.token_hex(16)}", owner, int(time.time()))
-        return made if self._add(made, None, ENTRY_BYTES) else None
+        made = Conversation(PREFIX + secrets.token_hex(RANDOM_BYTES), owner, int(time.time()))
+        return made if self._add(made, ENTRY_BYTES) else None
 
     def find(self, name: str, owner: Hashable) -> Conversation:
-        """Returns a conversation, whose context is not to be read.
+        """Returns a conversation.
 
         Raises:
           NoConversation: the owner has none of this id.
         """
-        held: _Held = self._state(name, owner).value
-        return held.conversation
+        with self._lock:
+            return self._answering(name, owner) or self._stored(name, owner)
 
     def take(self, name: str, owner: Hashable) -> Conversation:
-        """Returns a conversation that is about to be answered, its context on the device; `release` must follow.
+        """Returns a conversation that is about to be answered, its context in host memory; `release` must follow.
 
         Raises:
           NoConversation: the owner has none of this id.
           ConversationBusy: it is being answered.
         """
         with self._lock:
-            state = self._state(name, owner)
-            if name in self._answered:
+            if self._answering(name, owner) is not None:
                 raise ConversationBusy
-            held: _Held = state.value
-            self._states.use(state, held.conversation.tokens)
-            context = held.conversation.context
-            if context is not None:
-                logits, cache = jax.device_put((context.logits, context.state), held.placement)
-                context = context._replace(logits=logits, state=cache)
-            taken = self._answered[name] = dataclasses.replace(held.conversation, context=context)
+            (state,) = self._all(name, owner) or (None,)
+            if state is None:
+                raise NoConversation
+            self._states.use(state, state.value.tokens)
+            # Another object each time, by which `put` and `release` know what they end.
+            taken = self._answered[name] = dataclasses.replace(state.value)
         return taken
 
-    def put(self, conversation: Conversation, context: Context) -> None:
-        """Replaces the context of a conversation, unless it was removed meanwhile; the next one can be taken then.
+    def put(self, conversation: Conversation, context: Context) -> bool:
+        """Replaces the context of a conversation, which can then be taken again, unless it was removed meanwhile.
 
         Args:
           conversation: from `take`.
           context: after the answer. Its arrays move to host memory.
+
+        Returns:
+          Whether there is room for it; if not, the conversation is lost.
         """
-        arrays = context.logits, context.state
-        placement = jax.tree.map(lambda leaf: leaf.sharding, arrays)
         nbytes = ENTRY_BYTES + context_bytes(context)
-        logits, cache = host_memory.to_host(arrays)
+        logits, cache = host_memory.to_host((context.logits, context.state))
         context = context._replace(logits=logits, state=cache)
         with self._lock:
             if self._answered.get(conversation.id) is not conversation:
-                return
+                return True
             del self._answered[conversation.id]
             for state in self._all(conversation.id, conversation.owner):
                 self._states.remove(state)
-            self._add(dataclasses.replace(conversation, context=context), placement, nbytes)
+            return self._add(dataclasses.replace(conversation, context=context), nbytes)
 
     def release(self, conversation: Conversation) -> None:
         """Ends what `take` has begun. Without a `put` before, the conversation is as it was."""
@@ -145,28 +137,39 @@ class Conversations:
           NoConversation: the owner has none of this id.
         """
         with self._lock:
-            self._states.remove(self._state(name, owner))
+            # One that is being answered may have been dropped.
+            if self._answering(name, owner) is None:
+                self._stored(name, owner)
             self._answered.pop(name, None)
+            for state in self._all(name, owner):
+                self._states.remove(state)
 
     def counts(self, owner: Hashable) -> tuple[int, int]:
         """Returns the number of an owner's conversations, and their bytes."""
         counts = self._states.counts(owner)
         return counts.states, counts.nbytes
 
-    def _add(self, conversation: Conversation, placement: PyTree, nbytes: int) -> bool:
-        held = _Held(conversation, placement)
-        return self._states.add(Key(conversation.owner, KIND), _characters(conversation.id), held, nbytes)
+    def _add(self, conversation: Conversation, nbytes: int) -> bool:
+        return self._states.add(Key(conversation.owner, KIND), _characters(conversation.id), conversation, nbytes)
+
+    def _answering(self, name: str, owner: Hashable) -> Conversation | None:
+        """Returns a conversation of an owner that is being answered."""
+        found = self._answered.get(name)
+        return found if found is not None and found.owner == owner else None
 
     def _all(self, name: str, owner: Hashable) -> list[State]:
+        if len(name) != NAME_LENGTH:
+            return []
         characters = _characters(name)
         found = self._states.along(Key(owner, KIND), characters)
         return [state for state in found if len(state.tokens) == len(characters)]
 
-    def _state(self, name: str, owner: Hashable) -> State:
+    def _stored(self, name: str, owner: Hashable) -> Conversation:
         found = self._all(name, owner)
         if not found:
             raise NoConversation
-        return found[0]
+        stored: Conversation = found[0].value
+        return stored
 
 
 def context_bytes(context: Context) -> int:

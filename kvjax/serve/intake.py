@@ -146,22 +146,23 @@ class Intake:
         return None if (found := self._next_ready) is None else found.job
 
     @property
-    def waiting(self) -> Job | None:
-        """The job whose prompt is run next."""
-        return self._waiting[0] if self._waiting else None
+    def next(self) -> Job | None:
+        """The most urgent job whose prompt waits, or has begun and not ended."""
+        jobs = [*itertools.islice(self._waiting, 1), *(job for job, _ in self._begun)]
+        return max(jobs, key=lambda job: job.request.priority, default=None)
 
     @property
     def _next_ready(self) -> Ready | None:
         return max(self._ready, key=lambda each: each.job.request.priority, default=None)
 
     def _are_ready(self, wanted: int) -> bool:
-        """Whether `wanted` prompts are ready that go before the next one that waits, or `wanted` + 1 in all.
+        """Whether `wanted` prompts are ready that go before the next one, or `wanted` + 1 in all.
 
         Without the second limit, requests of ever higher priorities would each add a state.
         """
-        if self.waiting is None or len(self._ready) > wanted:
+        if (following := self.next) is None or len(self._ready) > wanted:
             return len(self._ready) >= wanted
-        least = self.waiting.request.priority
+        least = following.request.priority
         return sum(each.job.request.priority >= least for each in self._ready) >= wanted
 
     def _run_block(self) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from kvjax import contexts
 from kvjax.cache.state import KVState
 from kvjax.contexts import room
+from kvjax.contexts.description import on_its_memory
 from kvjax.contexts.prefix_store import rotated_by_length
 from kvjax.contexts.turns import same_calibration, same_weights
 from kvjax.errors import CheckpointError, InputError
@@ -148,9 +149,11 @@ def started(context: Context, tokens: np.ndarray) -> Started:
     """Returns the state that a request starts from.
 
     Args:
-      context: what it continues.
+      context: what it continues; its arrays may be in host memory.
       tokens: [n] int32, those of the request; fed here if they are fed in one block.
     """
+    state = on_its_memory(context.state, context.layout)
+    context = context._replace(state=state, logits=host_memory.to_device(context.logits))
     if at_once(context) and len(tokens):
         assert context.made is not None
         context = contexts.extend(context.made.model, context, tokens, block=1)

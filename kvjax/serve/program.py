@@ -9,12 +9,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from kvjax import products
 from kvjax.cache import Limits
 from kvjax.checkpoint.chat import templates
 from kvjax.checkpoint.huggingface import load
+from kvjax.contexts.chats import next_turn
 from kvjax.contexts.prefix_store import PrefixStore
-from kvjax.errors import ConfigError, InputError, PolicyError
+from kvjax.errors import ConfigError, InputError, KvjaxError, PolicyError
 from kvjax.lm_eval import options
 from kvjax.models.calibrate import calibrated
 from kvjax.parallel.rules import Rules
@@ -121,34 +124,53 @@ def serve(flags: argparse.Namespace) -> int:
 
 
 def conversations_for(flags: argparse.Namespace, runner: Runner) -> Conversations:
-    """Makes room for conversations, and compiles what their turns need.
+    """Makes room for conversations, if there can be some, and says so.
+
+    Programs of a turn of one token are compiled; those of longer ones, under full caches, when they come.
 
     Raises:
-      ConfigError: a number of bytes that has no room for one, or conversations with ``--speculate``, under which rows
-        continue no context.
+      ConfigError: a number of bytes was asked for, and there can be no conversation.
     """
-    asked, tokenizer = flags.conversation_bytes, runner.model.tokenizer
-    if asked and flags.speculate is not None:
-        raise ConfigError("--conversation-bytes: rows that are drafted for continue no conversation; leave it out.")
-    if asked == 0 or flags.speculate is not None or tokenizer is None or not templates(tokenizer):
+    asked = flags.conversation_bytes
+    if asked == 0:
         return Conversations(0)
     max_bytes = CONVERSATION_BYTES if asked is None else asked
-    nbytes = ENTRY_BYTES + _conversation_bytes(runner)
-    if nbytes <= max_bytes:
+    reason, nbytes = _against_conversations(flags, runner), 0
+    if reason is None:
+        nbytes = _conversation_bytes(runner)
+        if not nbytes:
+            reason = "a conversation of two turns does not fit, or has numbers that are not finite"
+        elif nbytes > max_bytes:
+            reason = f"one takes {nbytes} bytes"
+    if reason is None:
         print(f"conversations: room for {max_bytes // nbytes}, {nbytes} bytes each", flush=True)
         return Conversations(max_bytes)
     if asked is not None:
-        raise ConfigError(f"--conversation-bytes={asked} has no room for one conversation, which takes {nbytes}.")
-    print(f"conversations: none; one takes {nbytes} bytes: see --conversation-bytes", flush=True)
+        raise ConfigError(f"--conversation-bytes={asked}: there can be no conversations: {reason}.")
+    print(f"conversations: none: {reason}", flush=True)
     return Conversations(0)
 
 
+def _against_conversations(flags: argparse.Namespace, runner: Runner) -> str | None:
+    """Returns why there can be no conversations, or None."""
+    model = runner.model
+    if flags.speculate is not None:
+        return "rows that are drafted for (--speculate) continue no context"
+    if model.tokenizer is None or not templates(model.tokenizer):
+        return "the model has no chat template"
+    try:
+        next_turn(model, np.zeros(1, np.int32), [{"role": "user", "content": "message"}])
+    except KvjaxError as error:
+        return str(error).rstrip(".")
+    return None
+
+
 def _conversation_bytes(runner: Runner) -> int:
-    """Runs two turns of a conversation, and returns the bytes of its context."""
-    held, made = Conversations(sys.maxsize), None
+    """Runs two turns of a conversation, and returns the bytes that it takes; 0 if they cannot be run."""
+    held = Conversations(sys.maxsize)
     conversation = held.begin(WARM_UP)
     assert conversation is not None
-    limits = runner.prompts.limits
+    limits, nbytes = runner.prompts.limits, 0
     tokens = [0] * max(1, min(limits.prompt, runner.model.config.max_positions - 4))
     for _ in range(2):
         taken = held.take(conversation.id, WARM_UP)
@@ -156,17 +178,16 @@ def _conversation_bytes(runner: Runner) -> int:
             runner.submit(
                 Request(tokens=tokens, max_new_tokens=1, prefix=taken.context, keep_context=True, namespace=WARM_UP)
             )
-        except InputError:  # there is no room for a second turn
-            break
+        except (InputError, PolicyError):
+            return 0
         (result,) = runner
-        made, tokens = result.context, [0]
-        if made is None:  # numbers that are not finite, of which each answer will say so
-            break
-        held.put(taken, made)
-        held.release(taken)
+        if result.context is None:
+            return 0
+        held.put(taken, result.context)
+        nbytes, tokens = ENTRY_BYTES + context_bytes(result.context), [0]
     if runner.prefix_store is not None:
         runner.prefix_store.clear()
-    return 0 if made is None else context_bytes(made)
+    return nbytes
 
 
 @contextlib.contextmanager

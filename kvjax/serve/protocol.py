@@ -182,7 +182,7 @@ def read(
         if rendered is None:
             rendered = conversation(body, served)
         prompts = [_encoded(rendered, served) if isinstance(rendered, str) else rendered]
-        _check_length(prompts[0], served, prefix, "messages")
+        _check_length(prompts[0], served, prefix, "messages", kept=held is not None)
     else:
         prompts = _prompts(body, served, prefix)
     stops, ids = _stops(body, served.model)
@@ -305,8 +305,8 @@ def turn(body: JsonObject, served: ServerInfo, before: Context) -> list[int]:
 def conversation_id(body: JsonObject) -> str | None:
     """Returns the id of the conversation that a body names: as itself, or as ``{"id": ...}``; None for none."""
     given = body.get("conversation")
-    named = given.get("id") if isinstance(given, dict) and given.keys() == {"id"} else given
-    if named is not None and not isinstance(named, str):
+    named = given["id"] if isinstance(given, dict) and given.keys() == {"id"} else given
+    if not isinstance(named, str) and given is not None:
         raise ApiError(400, 'conversation must be an id or {"id": id}.', param="conversation")
     return named
 
@@ -366,9 +366,9 @@ def _logprobs(kind: str, body: JsonObject) -> bool:
     return True
 
 
-def _max_prompt(served: ServerInfo, prefix: Context | None) -> int:
-    """The most tokens of a prompt."""
-    return served.longest_prompt if prefix is None else room_of(prefix, served.max_new_tokens) - 1
+def _max_prompt(served: ServerInfo, prefix: Context | None, *, kept: bool = False) -> int:
+    """The most tokens of a prompt. If the context is kept, the last new token takes a slot too."""
+    return served.longest_prompt if prefix is None else room_of(prefix, served.max_new_tokens) - 1 - kept
 
 
 def _check_size(text: str, served: ServerInfo, prefix: Context | None, param: str) -> None:
@@ -383,8 +383,10 @@ def _check_size(text: str, served: ServerInfo, prefix: Context | None, param: st
         )  # fmt: skip
 
 
-def _check_length(prompt: list[int], served: ServerInfo, prefix: Context | None, param: str) -> None:
-    maximum = _max_prompt(served, prefix)
+def _check_length(
+    prompt: list[int], served: ServerInfo, prefix: Context | None, param: str, *, kept: bool = False
+) -> None:
+    maximum = _max_prompt(served, prefix, kept=kept)
     if len(prompt) > maximum:
         raise ApiError(
             400, f"the prompt has {len(prompt)} tokens, and at most {maximum} are accepted.", param=param,

@@ -7,12 +7,12 @@ from typing import Literal
 import numpy as np
 
 from kvjax.contexts.state_trie import check_namespace
-from kvjax.errors import InputError, NonFiniteError, shown
+from kvjax.errors import InputError, shown
 from kvjax.generation.context import Context
 from kvjax.generation.sampling import Greedy, Sample, Sampler, check_sampling
 from kvjax.inputs import check_batch, check_count, check_one_row, check_stop
 from kvjax.models.config import DecoderConfig
-from kvjax.serve.prefix import length_of
+from kvjax.serve.prefix import length_of, text_of
 from kvjax.summary import one_line
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -42,6 +42,8 @@ class Request:
         `kvjax.serve.preemption`. Among equal ones, the one that was submitted first. (vLLM's field of this name, and
         the HTTP server's, has the opposite sign: there the lowest number is served first.)
       keep_context: whether `Result.context` is the context after its last token, which another request can continue.
+        What depends on the length of the text, some budgets and RoPE, is then for a text of `Limits.new_tokens` tokens
+        after the prompt, as that of a prefix is.
       namespace: whose prompts it may share in the runner's prefix store; those of others are never found.
       until: see `Until`; for ends that are no single token. It is called on the host after every chunk of tokens, and a
         request may hold its row until the end of the next chunk.
@@ -74,7 +76,7 @@ class Result:
       logprobs: [n] float32, the log-probability of each token under the model, before temperature.
       reason: ``stop``: a stop token, or `Request.until`, ended the request; ``length``: it has `max_new_tokens`;
         ``cancelled``: it was cancelled, and has the tokens that it had then; ``error``: the log-probability of the next
-        token was not finite.
+        token was not finite, or its context could not be kept.
       prompt: the number of its prompt's tokens, those of its prefix included.
       found: the number of those that were found in the runner's prefix store.
       error: what ended it, if `reason` is ``error``; otherwise None.
@@ -88,7 +90,7 @@ class Result:
     reason: Reason
     prompt: int
     found: int = 0
-    error: NonFiniteError | None = None
+    error: Exception | None = None
     context: Context | None = None
 
     def __repr__(self) -> str:
@@ -167,6 +169,8 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
         following = request.max_new_tokens + request.keep_context
         batch = check_batch(config, tokens, None, new_tokens=following + before)
         tokens = batch.tokens[0]
+    else:
+        check_batch(config, text_of(request.prefix), None, new_tokens=request.max_new_tokens + request.keep_context)
     number = request.number if request.number is not None else 0 if request.seed is not None else count
     return Checked(
         tokens.astype(np.int32).reshape(-1), request.max_new_tokens, check_stops(stop, request.stop), own,

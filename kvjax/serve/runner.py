@@ -299,7 +299,7 @@ class Runner:
     def _run_prompts(self) -> None:
         """Dispatches prompts for the rows that are free, and for those that will be free next."""
         running = [job for job in self._jobs if job is not None and not job.ended]
-        free, next_one = self._rows_count - len(running), self._intake.waiting
+        free, next_one = self._rows_count - len(running), self._intake.next
         taken = min(sum(yields_to(job, next_one) for job in running), self._swapped.room(self._rows))
         self._intake.run(free + taken + self._refill, limited=bool(running))
 
@@ -436,9 +436,13 @@ class Runner:
         before = own.prefix if job.prompt is None else job.prompt
         assert before is not None
         given = own.tokens if job.prompt is None else own.tokens[:0]
-        state = take_row(self._rows.state, row)
-        context = prefixes.after_request(self.prompts, before, given, result.tokens, state)
-        return dataclasses.replace(progress, result=dataclasses.replace(result, context=context))
+        try:
+            state = take_row(self._rows.state, row)
+            context = prefixes.after_request(self.prompts, before, given, result.tokens, state)
+            result = dataclasses.replace(result, context=context)
+        except Exception as error:  # such as too little memory: of this request, and the others go on
+            result = dataclasses.replace(result, reason="error", error=error)
+        return dataclasses.replace(progress, result=result)
 
     def _add(self, job: Job, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         job.tokens.append(tokens)

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, contexts, policies, selection, storage
-from kvjax.contexts.folders import state_shapes
+from kvjax.contexts.description import state_shapes
 from kvjax.contexts.room import lowered_layout, with_room
 from kvjax.errors import InputError
 from tests.tiny import kept, random_tokens, tiny

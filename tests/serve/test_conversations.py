@@ -1,5 +1,6 @@
 """Conversations that a server holds are those of `kvjax.chat`, of their owner alone, and bounded."""
 
+import dataclasses
 import http.client
 import json
 import threading
@@ -15,7 +16,7 @@ from kvjax.serve import Request, Runner
 from kvjax.serve.conversations import ENTRY_BYTES, ConversationBusy, Conversations, NoConversation, context_bytes
 from kvjax.serve.prefix import room_of
 from tests.serve.test_server import LIMITS, chat_model, serving
-from tests.tiny import random_tokens, tiny
+from tests.tiny import random_tokens, random_weights, tiny
 
 SMALL = Limits(prompt=40, new_tokens=30)
 SPECS = {
@@ -26,6 +27,7 @@ SPECS = {
 SAID = ["Anna put the red ball in the box.", "Where is the ball?", "And who put it there?"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_a_request_leaves_the_context_of_decode(name):
     """Also of a request that continues it, and with others beside it, whose programs are for several rows."""
@@ -51,21 +53,23 @@ def test_a_request_leaves_the_context_of_decode(name):
                 np.testing.assert_array_equal(kept, right)
 
 
-def test_a_cache_that_evicts_has_room_for_any_number_of_turns():
-    model, text = tiny(layers=1).model, random_tokens(1, 20, seed=3)[0]
-    for spec, rooms in (
-        ("h2o-int8-host", [30, 30, 30, 30]), ("full", [30, 29, 18, 7]), ("snapkv-quest", [20, 9, None])
-    ):  # fmt: skip
-        runner, context, more = Runner(model, SPECS[spec], rows=1, limits=SMALL), None, text
-        for room in rooms:
-            asked = Request(tokens=more, max_new_tokens=10, prefix=context, keep_context=True)
-            if room is None:
-                with pytest.raises(InputError, match="has room for 9"):
-                    runner.submit(asked)
-                break
-            runner.submit(asked)
-            ((context,), more) = [result.context for result in runner], [1]
-            assert room_of(context, SMALL.new_tokens) == room, spec
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("name", "rooms"),
+    [("full", [30, 29, 18, 7]), ("h2o-int8-host", [30, 30, 30, 30]), ("snapkv-quest", [20, 9, None])],
+)
+def test_a_cache_that_evicts_has_room_for_any_number_of_turns(name, rooms):
+    model, more = tiny(layers=1).model, random_tokens(1, 20, seed=3)[0]
+    runner, context = Runner(model, SPECS[name], rows=1, limits=SMALL), None
+    for room in rooms:
+        asked = Request(tokens=more, max_new_tokens=10, prefix=context, keep_context=True)
+        if room is None:
+            with pytest.raises(InputError, match="has room for 9"):
+                runner.submit(asked)
+            break
+        runner.submit(asked)
+        ((context,), more) = [result.context for result in runner], [1]
+        assert room_of(context, SMALL.new_tokens) == room
 
 
 def test_what_the_host_ends_leaves_no_context():
@@ -81,6 +85,41 @@ def test_what_the_host_ends_leaves_no_context():
     drafted = Runner(model, SPECS["full"], rows=1, limits=SMALL, speculate=kvjax.speculation.seen(policies.h2o(8)))
     with pytest.raises(InputError, match="cannot continue a prefix"):
         drafted.submit(Request(**asked))
+
+
+def test_the_last_token_of_a_context_takes_a_position_too():
+    config = dataclasses.replace(
+        tiny(layers=1).model.config,
+        family="opt",
+        rope=None,
+        learned_positions=True,
+        position_offset=2,
+        max_positions=24,
+    )
+    model = kvjax.Model(config, random_weights(config))
+    runner = Runner(model, SPECS["full"], rows=1, limits=Limits(prompt=20, new_tokens=12))
+    prefix = runner.prefix([5] * 20)
+    for tokens, new in (([], 4), ([7], 3)):
+        runner.submit(Request(tokens=tokens, max_new_tokens=new, prefix=prefix, keep_context=True))
+        assert [len(result.context.text[0]) for result in runner] == [24]
+        for more in ({"max_new_tokens": new + 1}, {"max_new_tokens": new + 2, "keep_context": False}):
+            with pytest.raises(InputError, match="positions"):
+                runner.submit(Request(**({"tokens": tokens, "prefix": prefix, "keep_context": True} | more)))
+
+
+def test_an_error_of_a_context_is_of_its_request_alone(monkeypatch):
+    model, text = tiny(layers=1).model, random_tokens(1, 20, seed=3)[0]
+    runner = Runner(model, SPECS["full"], rows=2, limits=SMALL)
+
+    def fails(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("kvjax.serve.prefix.after_request", fails)
+    for keep in (True, False):
+        runner.submit(Request(tokens=text, max_new_tokens=4, keep_context=keep))
+    failed, other = sorted(runner, key=lambda result: result.id)
+    assert failed.reason == "error" and "no room" in str(failed.error) and failed.context is None
+    assert other.reason == "length" and other.error is None
 
 
 def _context(model, tokens):
@@ -122,14 +161,35 @@ def test_conversations_are_bounded_and_each_owner_has_its_share():
     assert there("a", first) == [True, False, False] and there("b", [other]) == [True]
     assert there("b", first) == [False] * 3 and there(None, [other]) == [False]
     assert held.counts("a") == (2, 2 * nbytes) and held.counts("b") == (1, nbytes) and held.counts("c") == (0, 0)
+    # What is dropped while it is answered comes back with the answer, and can be removed before that.
+    for removed in (False, True):
+        kept = answered("c")
+        taken = held.take(kept, "c")
+        for state in held._all(kept, "c"):
+            held._states.remove(state)
+        with pytest.raises(ConversationBusy):
+            held.take(kept, "c")
+        with pytest.raises(NoConversation):
+            held.remove(kept, "a")
+        if removed:
+            held.remove(kept, "c")
+        assert held.put(taken, context)
+        assert there("c", [kept]) == [not removed]
+        held.release(taken)
+        if not removed:
+            held.remove(kept, "c")
     # What is removed while it is answered stays removed.
     taken = held.take(other, "b")
     held.remove(other, "b")
     held.put(taken, context)
     held.release(taken)
     assert held.counts("b") == (0, 0)
-    with pytest.raises(NoConversation):
-        held.remove(other, "b")
+    for name in (other, "conv_", "x" * 10**6):
+        with pytest.raises(NoConversation):
+            held.remove(name, "b")
+    small = Conversations(nbytes - 1)
+    taken = small.take(small.begin("a").id, "a")
+    assert not small.put(taken, context) and small.counts("a") == (0, 0)
     assert Conversations(ENTRY_BYTES - 1).begin("a") is None
 
 
@@ -161,6 +221,7 @@ def say(server, name, text, *, key=None, **options):
     return ask(server, body=talk | {"conversation": name} | options, key=key)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", [policies.h2o(48), policies.full()], ids=["h2o", "full"])
 def test_each_message_is_a_turn_of_chat(model, policy):
     limits = Limits(prompt=LIMITS.prompt, new_tokens=LIMITS.new_tokens)
@@ -263,6 +324,7 @@ def test_what_a_conversation_cannot_have(model):
             ({"stop": "."}, 400, "stop is not supported in a conversation"),
             ({"conversation": 3}, 400, "conversation must be an id"),
             ({"conversation": {"id": name, "x": 1}}, 400, "conversation must be an id"),
+            ({"conversation": {"id": None}}, 400, "conversation must be an id"),
             ({"conversation": "conv_0"}, 404, "there is no conversation 'conv_0'"),
             ({"max_tokens": LIMITS.new_tokens}, 400, f"at most {LIMITS.new_tokens - 1} fit"),
         ):

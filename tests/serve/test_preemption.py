@@ -220,3 +220,17 @@ def test_a_more_urgent_prompt_overtakes_one_whose_blocks_are_run():
     for one, two in by_id.values():
         np.testing.assert_array_equal(one.tokens, two.tokens)
         np.testing.assert_array_equal(one.logprobs, two.logprobs)
+
+
+def test_a_prompt_that_has_begun_takes_a_row_when_it_ends():
+    """Also where a less urgent one is ready and would be the next."""
+    options = {"prefill_block": 8, "turn_tokens": 8}
+    spec, limits = CacheSpec(policies.full()), Limits(prompt=PROMPT, new_tokens=NEW)
+    runner = Runner(tiny(layers=1).model, spec, rows=1, limits=limits, chunk=1, **options)
+    running, ready, urgent = requests([0, 0, 1])
+    runner.submit(dataclasses.replace(running, tokens=prompts()[0, :5]))
+    runner.step()
+    runner.submit(dataclasses.replace(ready, tokens=prompts()[1, :5]))
+    runner.step()
+    runner.submit(dataclasses.replace(urgent, max_new_tokens=2))
+    assert [result.id for result in runner] == [2, 0, 1] and runner.counts.preemptions == 1
