@@ -37,7 +37,7 @@ ROOMS = [
     {"generation", "speculation"},
     {"contexts"},
     {"presets", "specs.parse"},
-    {"planning", "analysis", "training", "lm_eval", "serve"},
+    {"planning", "analysis", "training", "lm_eval", "serve", "transport"},
 ]
 #: Public names that run the cache, found when they are asked for; and a policy that is made of a selection.
 LATE = {("storage/__init__.py", "cache"), ("policies/h2o_variants.py", "selection")}
