@@ -17,7 +17,8 @@ JOBS ?= 2
 # tests/conftest.py adds to the path: beside jax it would print errors in every program that finds no TPU, the demo too.
 LIBTPU := sys_platform == 'linux' and platform_machine == 'x86_64'
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Compiling every module of torch to bytecode takes longer than the few that are imported, which Python compiles then.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
 .PHONY: demo real test docs notebooks lint format clean
 

@@ -158,6 +158,7 @@ def test_what_the_page_makes(page):
     assert 0 < np.nanmean(page["missed"].mass) < 1
 
 
+@pytest.mark.sampled(0)
 def test_the_merge_adds_what_is_evicted(page):
     """In float64: a tenth of the evicted value, in equal parts, to both sinks, and to nothing else."""
     position, victim = np.array([[[1, 7, 0, -1, 3]]], np.int32), np.array([[[False, True, False, False, False]]])
