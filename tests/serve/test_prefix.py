@@ -105,7 +105,7 @@ def test_extended_in_parts_and_at_once():
     whole = contexts.extend(runner.model, prefix, more, block=1)
     assert_equal(parts, whole)
     assert parts.boundaries == whole.boundaries
-    assert (length_of(whole), room_of(whole, LIMITS.new_tokens)) == (25, 25)
+    assert (length_of(whole), room_of(whole, LIMITS.new_tokens)) == (25, 30)
     forked = contexts.rows(whole, [0] * 3)
     assert kept(forked.state, 2) == kept(whole.state, 0)
     # Its slots are those of a text whose first 20 tokens are the prompt.
