@@ -31,7 +31,7 @@ SMALLER = {
     "serving": {"ROWS": 2, "REQUESTS": 4, "PROMPT": 256},
 }  # fmt: skip
 #: Those that `make test` executes; a notebook takes half a minute.
-SAMPLED = ("quickstart", "serving")
+SAMPLED = ("quickstart",)
 #: A path from the root or a home folder, Windows' too, that is not part of an address.
 MACHINE_PATH = re.compile(r"(?<![\w:/.])(?:~?/\w[\w.-]*/|[A-Z]:\\)")
 #: All notebooks together; an image of a plot takes 10 to 30 kB.
@@ -269,6 +269,7 @@ def test_quality_is_drawn_against_bytes(executed):
     assert_drawn(notebook, "plot")
 
 
+@pytest.mark.sampled(0)
 def test_serving_answers_requests_as_generate_does(executed):
     notebook = executed("serving")
     text = printed(notebook)
@@ -279,6 +280,7 @@ def test_serving_answers_requests_as_generate_does(executed):
     assert len(sizes) == 3 and sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.sampled(0)
 def test_serving_starts_a_server(executed):
     notebook = executed("serving")
     assert "'completion_tokens': 24" in printed(notebook, "call")

@@ -156,6 +156,7 @@ def test_more_context_helps(tiny, shared_data, monkeypatch):
     assert far < near - 0.02  # bits a byte
 
 
+@pytest.mark.sampled(0)
 def test_it_loads_offline_from_a_wheel(tmp_path):
     # A copy: setuptools builds in place, and takes what an earlier build left there.
     source = tmp_path / "source"

@@ -75,7 +75,7 @@ def test_product(small):
         sweep.product(small, [])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("storage", ["dense", "int8"])
 def test_budgets_of_a_sweep_share_programs_and_report_their_own_bytes(small, storage, tmp_path):
     small.repeats, small.storage, small.baselines = 0, storage, ("full", "h2o")

@@ -294,7 +294,7 @@ def cases() -> list[Case]:
 COUNT = 56
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(COUNT))
 def test_a_layer_is_the_reference(number):
     case = cases()[number]

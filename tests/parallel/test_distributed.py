@@ -114,6 +114,7 @@ def test_a_saved_folder_is_that_of_one_process(several, folder):
         assert (saved / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+@pytest.mark.sampled(0)
 def test_errors_are_of_all(several):
     count, found, _ = several
     *alone, of_file, without_mesh, of_another = found["errors"]
