@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from starlette.requests import Request
 
-from kvjax.serve.protocol import BUSY, ApiError
+from kvjax.serve.api_errors import BUSY, ApiError
 
 MAX_BYTES = 16 << 20  # of a body
 SMALL_BYTES = 64 << 10  # of each body, which the number of connections limits

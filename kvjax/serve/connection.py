@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvjax.serve.protocol import ApiError
+from kvjax.serve.api_errors import ApiError
 
 if TYPE_CHECKING:
     from kvjax.serve.connections import Connections

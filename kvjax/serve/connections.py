@@ -7,8 +7,8 @@ import os
 import resource
 import time
 
+from kvjax.serve.api_errors import BUSY, ApiError
 from kvjax.serve.connection import Connection, Deadlines
-from kvjax.serve.protocol import BUSY, ApiError
 
 MAX_CONNECTIONS = 1024  # connections at the same time
 SPARE_FILES = 16  # open files that connections leave to everything else, such as to the cache of compiled programs

@@ -146,7 +146,7 @@ class Intake:
         return None if (found := self._next_ready) is None else found.job
 
     @property
-    def next(self) -> Job | None:
+    def most_urgent(self) -> Job | None:
         """The most urgent job whose prompt waits, or has begun and not ended."""
         jobs = [*itertools.islice(self._waiting, 1), *(job for job, _ in self._begun)]
         return max(jobs, key=lambda job: job.request.priority, default=None)
@@ -160,7 +160,7 @@ class Intake:
 
         Without the second limit, requests of ever higher priorities would each add a state.
         """
-        if (following := self.next) is None or len(self._ready) > wanted:
+        if (following := self.most_urgent) is None or len(self._ready) > wanted:
             return len(self._ready) >= wanted
         least = following.request.priority
         return sum(each.job.request.priority >= least for each in self._ready) >= wanted

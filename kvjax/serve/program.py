@@ -167,26 +167,27 @@ def _against_conversations(flags: argparse.Namespace, runner: Runner) -> str | N
 
 def _conversation_bytes(runner: Runner) -> int:
     """Runs two turns of a conversation, and returns the bytes that it takes; 0 if they cannot be run."""
-    held = Conversations(sys.maxsize)
-    conversation = held.begin(WARM_UP)
+    conversations = Conversations(sys.maxsize)
+    conversation = conversations.begin(WARM_UP)
     assert conversation is not None
     limits, nbytes = runner.prompts.limits, 0
     tokens = [0] * max(1, min(limits.prompt, runner.model.config.max_positions - 4))
-    for _ in range(2):
-        taken = held.take(conversation.id, WARM_UP)
-        try:
+    try:
+        for _ in range(2):
+            taken = conversations.take(conversation.id, WARM_UP)
             runner.submit(
                 Request(tokens=tokens, max_new_tokens=1, prefix=taken.context, keep_context=True, namespace=WARM_UP)
             )
-        except (InputError, PolicyError):
-            return 0
-        (result,) = runner
-        if result.context is None:
-            return 0
-        held.put(taken, result.context)
-        nbytes, tokens = ENTRY_BYTES + context_bytes(result.context), [0]
-    if runner.prefix_store is not None:
-        runner.prefix_store.clear()
+            (result,) = runner
+            if result.context is None:
+                return 0
+            conversations.put(taken, result.context)
+            nbytes, tokens = ENTRY_BYTES + context_bytes(result.context), [0]
+    except (InputError, PolicyError):
+        return 0
+    finally:
+        if runner.prefix_store is not None:
+            runner.prefix_store.clear()
     return nbytes
 
 

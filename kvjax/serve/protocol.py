@@ -12,11 +12,11 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvjax.contexts.chats import next_turn
-from kvjax.errors import KvjaxError, without_middle
+from kvjax.errors import KvjaxError
 from kvjax.generation.context import Context
 from kvjax.generation.sampling import Greedy, Sample, Sampler
 from kvjax.models.model import Model
+from kvjax.serve.api_errors import ApiError
 from kvjax.serve.conversations import Conversation
 from kvjax.serve.prefix import room_of, text_of
 from kvjax.serve.request import SEEDS, Request
@@ -26,10 +26,6 @@ from kvjax.typing import Json, JsonObject
 COMPLETION_TOKENS = 16  # new tokens of a completion that does not say how many, as in OpenAI's API
 MAX_CHOICES, MAX_STOPS = 16, 16  # of a request
 MAX_PRIORITY = 1 << 31
-JSON_TYPE = "application/json"
-BUSY = "server_busy"  # the code of errors after which the same request may be sent again
-RETRY_SECONDS = 1  # after which it may
-MAX_CHARACTERS = 2000  # of an error's message
 FAST_CHARACTERS = 100_000  # that are tokenized in less than a tenth of a second
 #: Fields that are accepted with a value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -48,41 +44,6 @@ FIELDS = {
     "completion": COMMON | {"prompt", "prefix"},
     "chat": COMMON | {"messages", "max_completion_tokens", "conversation"},
 }
-
-
-class ApiError(Exception):
-    """An error that is sent to the client.
-
-    Attributes:
-      status: of HTTP.
-      param: the field that is wrong, or None.
-      code: of the API, or None.
-      headers: of the response.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-        more = {"retry-after": str(RETRY_SECONDS)} if code == BUSY else {}
-        self.headers = {"content-type": JSON_TYPE} | more | dict(headers or {})
-
-    @property
-    def body(self) -> JsonObject:
-        """The JSON of the response."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
-        # What was given may be as long as a body.
-        message = without_middle(str(self), MAX_CHARACTERS)
-        param = None if self.param is None else without_middle(self.param, MAX_CHARACTERS)
-        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +114,8 @@ def read(
     kind: str,
     body: JsonObject,
     served: ServerInfo,
-    rendered: str | list[int] | None = None,
-    held: Conversation | None = None,
+    chat: list[int] | None = None,
+    conversation: Conversation | None = None,
 ) -> Call:
     """Checks the body of a request.
 
@@ -162,8 +123,8 @@ def read(
       kind: ``completion`` or ``chat``.
       body: from `parse`.
       served: the model.
-      rendered: a chat's messages from `conversation` or `turn`, where they were made before.
-      held: the conversation that a chat continues; None for none.
+      chat: the prompt of a chat, from `kvjax.serve.chat_prompts`.
+      conversation: the conversation that a chat continues; None for none.
 
     Raises:
       ApiError: something that is not valid, or that kvjax does not have.
@@ -177,22 +138,23 @@ def read(
     check_model(_field(body, "model", str, served.name), served)
     logprobs = _logprobs(kind, body)
     stream, options = _field(body, "stream", bool, False), _field(body, "stream_options", dict, {})
-    prefix = _prefix(body, served) if held is None else held.context
-    if kind == "chat":
-        if rendered is None:
-            rendered = conversation(body, served)
-        prompts = [_encoded(rendered, served) if isinstance(rendered, str) else rendered]
-        _check_length(prompts[0], served, prefix, "messages", kept=held is not None)
+    kept = conversation is not None
+    prefix = _prefix(body, served) if conversation is None else conversation.context
+    if chat is not None:
+        prompts = [chat]
+        _check_length(chat, served, prefix, "messages", kept=kept)
     else:
         prompts = _prompts(body, served, prefix)
     stops, ids = _stops(body, served.model)
-    sampler, tokens = _sampler(body, served.model), _max_tokens(kind, body, served, prefix, kept=held is not None)
+    sampler, tokens = _sampler(body, served.model), _max_tokens(kind, body, served, prefix, kept=kept)
     choices = _whole(body, "n", 1, 1, MAX_CHOICES)
-    if held is not None and (choices > 1 or stops):
+    if kept and (choices > 1 or stops):
         # The cache of a row that the host ends may have gone further.
         name = "n" if choices > 1 else "stop"
-        raise ApiError(400, f"{name} is not supported in a conversation, which goes on after one answer that a token "
-                       "ends.", param=name, code="unsupported_parameter")  # fmt: skip
+        raise ApiError(
+            400, f"{name} is not supported in a conversation, whose next turn follows one answer that a token or its "
+            "length ends.", param=name, code="unsupported_parameter",
+        )  # fmt: skip
     # A request without a seed is like no other.
     seed = _whole(body, "seed", secrets.randbelow(SEEDS), 0, SEEDS - 1)
     priority = _priority(body, served)
@@ -215,12 +177,12 @@ def read(
                     prefix=prefix,
                     early=stream,
                     priority=priority,
-                    keep_context=held is not None,
+                    keep_context=kept,
                     until=None if text is None else text.take,
                 )
             )
-    usage = bool(options.get("include_usage"))
-    return Call(kind, requests, texts, len(prompts), stream, usage, logprobs, None if held is None else held.id)
+    usage, continued = bool(options.get("include_usage")), None if conversation is None else conversation.id
+    return Call(kind, requests, texts, len(prompts), stream, usage, logprobs, continued)
 
 
 def check_model(name: str, served: ServerInfo) -> None:
@@ -228,11 +190,6 @@ def check_model(name: str, served: ServerInfo) -> None:
     if name != served.name:
         raise ApiError(404, f"there is no model {name!r}; this server has {served.name!r}.", param="model",
                        code="model_not_found")  # fmt: skip
-
-
-def refused(error: KvjaxError) -> ApiError:
-    """Returns the response to a request that the runner has refused."""
-    return ApiError(400, str(error), code="invalid_value")
 
 
 def _prompts(body: JsonObject, served: ServerInfo, prefix: Context | None) -> list[list[int]]:
@@ -249,7 +206,7 @@ def _prompts(body: JsonObject, served: ServerInfo, prefix: Context | None) -> li
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ApiError(400, "the model has no tokenizer; give token ids.", param="prompt")
-            _check_size(prompt, served, prefix, "prompt")
+            check_size(prompt, served, prefix, "prompt")
             try:
                 found.append(tokenizer.encode(prompt, bos=prefix is None))
             except KvjaxError as error:
@@ -260,100 +217,6 @@ def _prompts(body: JsonObject, served: ServerInfo, prefix: Context | None) -> li
             raise ApiError(400, f"a prompt must be a string or token ids; got {type(prompt).__name__}.", param="prompt")
         _check_length(found[-1], served, prefix, "prompt")
     return found
-
-
-def conversation(body: JsonObject, served: ServerInfo) -> str:
-    """Returns the text of a chat's messages, after which the model's answer follows.
-
-    The chat template makes it, which may take as long as `kvjax.checkpoint.sandbox` allows.
-
-    Raises:
-      ApiError: messages that are not valid, or that the template refuses.
-    """
-    talk, tokenizer = _messages(body, served), served.model.tokenizer
-    assert tokenizer is not None
-    try:
-        return tokenizer.apply_chat_template(talk)
-    except KvjaxError as error:
-        raise ApiError(400, str(error), param="messages") from None
-
-
-def turn(body: JsonObject, served: ServerInfo, before: Context) -> list[int]:
-    """Returns the token ids of a chat's messages as the next turn of a conversation, after which the answer follows.
-
-    Args:
-      body: from `parse`.
-      served: the model.
-      before: the conversation so far; its cache is not read.
-
-    Raises:
-      ApiError: see `conversation`; or the messages begin with the conversation so far.
-    """
-    talk = _messages(body, served)
-    if any(message["role"] == "assistant" for message in talk):
-        raise ApiError(
-            400, "the server has what was said before in this conversation; send the new messages alone, without "
-            "answers.", param="messages",
-        )  # fmt: skip
-    _check_size("".join(message["content"] for message in talk), served, before, "messages")
-    try:
-        return next_turn(served.model, text_of(before), talk)
-    except KvjaxError as error:
-        raise ApiError(400, str(error), param="messages") from None
-
-
-def conversation_id(body: JsonObject) -> str | None:
-    """Returns the id of the conversation that a body names: as itself, or as ``{"id": ...}``; None for none."""
-    given = body.get("conversation")
-    named = given["id"] if isinstance(given, dict) and given.keys() == {"id"} else given
-    if not isinstance(named, str) and given is not None:
-        raise ApiError(400, 'conversation must be an id or {"id": id}.', param="conversation")
-    return named
-
-
-def no_conversation(name: str) -> ApiError:
-    """Returns the response to a request of a conversation that is not there."""
-    return ApiError(
-        404, f"there is no conversation {name!r}. Those that were used least recently are forgotten when there is no "
-        "room; begin another one by POST /v1/conversations.", param="conversation", code="conversation_not_found",
-    )  # fmt: skip
-
-
-def _messages(body: JsonObject, served: ServerInfo) -> list[JsonObject]:
-    """Returns the messages of a chat, whose contents are texts."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ApiError(400, "messages must be a list of at least one message.", param="messages")
-    if served.model.tokenizer is None:
-        raise ApiError(400, "the model has no tokenizer, which conversations need.", param="messages")
-    return [_message(each, number) for number, each in enumerate(messages)]
-
-
-def _encoded(text: str, served: ServerInfo) -> list[int]:
-    """Returns the token ids of a conversation."""
-    assert served.model.tokenizer is not None
-    _check_size(text, served, None, "messages")
-    try:
-        prompt = served.model.tokenizer.encode(text, bos=False)
-    except KvjaxError as error:
-        raise ApiError(400, str(error), param="messages") from None
-    return prompt
-
-
-def _message(message: object, number: int) -> JsonObject:
-    """A message whose content is one text."""
-    where = f"messages[{number}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ApiError(400, f"{where} must be an object with a role and a content.", param="messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        content = None if None in parts else "".join(map(str, parts))
-    if not isinstance(content, str):
-        raise ApiError(400, f"{where}.content must be a string, or parts of type text.", param="messages")
-    return message | {"content": content}
 
 
 def _logprobs(kind: str, body: JsonObject) -> bool:
@@ -371,7 +234,7 @@ def _max_prompt(served: ServerInfo, prefix: Context | None, *, kept: bool = Fals
     return served.longest_prompt if prefix is None else room_of(prefix, served.max_new_tokens) - 1 - kept
 
 
-def _check_size(text: str, served: ServerInfo, prefix: Context | None, param: str) -> None:
+def check_size(text: str, served: ServerInfo, prefix: Context | None, param: str) -> None:
     """Refuses a text that cannot fit before it is tokenized, which keeps everybody waiting."""
     assert served.model.tokenizer is not None
     maximum = _max_prompt(served, prefix)

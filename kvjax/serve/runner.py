@@ -299,7 +299,7 @@ class Runner:
     def _run_prompts(self) -> None:
         """Dispatches prompts for the rows that are free, and for those that will be free next."""
         running = [job for job in self._jobs if job is not None and not job.ended]
-        free, next_one = self._rows_count - len(running), self._intake.next
+        free, next_one = self._rows_count - len(running), self._intake.most_urgent
         taken = min(sum(yields_to(job, next_one) for job in running), self._swapped.room(self._rows))
         self._intake.run(free + taken + self._refill, limited=bool(running))
 

@@ -103,7 +103,7 @@ def _coded(x: np.ndarray, limit: int) -> Codes:
     ranges = np.abs(x).max(axis=-1, initial=0.0).astype(np.float16)
     divisor = np.where(ranges > 0, ranges, np.float16(1)).astype(np.float32)[..., None]
     codes = np.clip(np.rint(x * np.float32(limit) / divisor), -limit, limit)
-    # What float16 rounds to 0 is 0.
+    # A range that float16 rounds to 0 has codes of 0.
     return Codes(np.where(ranges[..., None] > 0, codes, 0).astype(np.int8), ranges)
 
 

@@ -76,7 +76,7 @@ class Report:
 
     @property
     def ratio(self) -> float:
-        """How many times as many bytes the numbers take in the model's dtype."""
+        """Bytes of the numbers in the model's dtype, divided by those of ranges, tables and codes."""
         return self.original / max(self.ranges + self.tables + self.codes, 1)
 
 

@@ -5,7 +5,7 @@ import hashlib
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,8 +53,8 @@ class Tables:
 
     def save(self, path: str | Path) -> None:
         """Writes the tables to a file, ``.npz``."""
-        about = {"level": np.array(self.level), "delta": np.array(self.delta)}
-        np.savez_compressed(Path(path), **about, **dict(self._arrays()))  # type: ignore[arg-type]
+        arrays: dict[str, Any] = {"level": self.level, "delta": self.delta, **dict(self._arrays())}
+        np.savez_compressed(Path(path), **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tables":

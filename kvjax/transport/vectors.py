@@ -1,7 +1,7 @@
 """The keys and values of a context, head by head in the order of their positions, and back into its arrays."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,9 +102,9 @@ def live_slots(position: np.ndarray) -> np.ndarray:
     return order[position[order] >= 0]
 
 
-def filled(own: LayerKV, position: np.ndarray, key: np.ndarray, value: np.ndarray) -> LayerKV:
-    """Returns a group of a layer with positions [B, K, S], and keys and values [B, K, S, D]."""
-    return own.replace(position=position, stores=(exact_store(key, value),))  # type: ignore[arg-type]
+def filled(own: LayerKV, position: Any, key: Any, value: Any) -> LayerKV:
+    """Returns a group of a layer with positions [B, K, S], and keys and values [B, K, S, D], arrays on the host."""
+    return own.replace(position=position, stores=(exact_store(key, value),))
 
 
 def _head(position: np.ndarray, key: np.ndarray, value: np.ndarray) -> Head:

@@ -13,8 +13,8 @@ from kvjax.serve.clients import Client, FairQueue, client_of
 
 pytest.importorskip("starlette", reason="the server needs kvjax[serve]")
 from kvjax.serve import bodies
+from kvjax.serve.api_errors import ApiError
 from kvjax.serve.bodies import Bodies
-from kvjax.serve.protocol import ApiError
 
 A, B, C = Client("a"), Client("b"), Client("c")
 

@@ -26,9 +26,10 @@ from starlette.responses import PlainTextResponse, StreamingResponse  # noqa: E4
 from starlette.routing import Route  # noqa: E402
 
 from kvjax.serve import listening, shutdown  # noqa: E402
-from kvjax.serve.app import _disconnected, _while_connected  # noqa: E402
 from kvjax.serve.connection import Deadlines  # noqa: E402
 from kvjax.serve.connections import SPARE_FILES, Connections  # noqa: E402
+from kvjax.serve.event_stream import while_connected  # noqa: E402
+from kvjax.serve.responses import disconnected  # noqa: E402
 
 WAIT = 60
 #: A connection is checked once a second, and its deadline begins at the first check that finds it.
@@ -58,7 +59,7 @@ class App:
 
         self.answered += 1
         try:
-            await _while_connected(request.receive, waited())
+            await while_connected(request.receive, waited())
         except Exception:
             self.left += 1
             raise
@@ -76,7 +77,7 @@ class App:
 def serving(deadlines=Deadlines(), max_connections=100):
     """The port of a server, its pages, and its connections."""
     pages, connections = App(), Connections(max_connections, deadlines)
-    app = Starlette(routes=pages.routes(), exception_handlers={ClientDisconnect: _disconnected})
+    app = Starlette(routes=pages.routes(), exception_handlers={ClientDisconnect: disconnected})
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     engine = types.SimpleNamespace(stop=lambda wait: None)
     server = listening.Server(config, engine, grace=0.1, connections=connections)

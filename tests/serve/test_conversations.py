@@ -161,7 +161,7 @@ def test_conversations_are_bounded_and_each_owner_has_its_share():
     assert there("a", first) == [True, False, False] and there("b", [other]) == [True]
     assert there("b", first) == [False] * 3 and there(None, [other]) == [False]
     assert held.counts("a") == (2, 2 * nbytes) and held.counts("b") == (1, nbytes) and held.counts("c") == (0, 0)
-    # What is dropped while it is answered comes back with the answer, and can be removed before that.
+    # A conversation that is dropped while it is answered returns with the answer, unless it is removed before.
     for removed in (False, True):
         kept = answered("c")
         taken = held.take(kept, "c")
@@ -178,7 +178,7 @@ def test_conversations_are_bounded_and_each_owner_has_its_share():
         held.release(taken)
         if not removed:
             held.remove(kept, "c")
-    # What is removed while it is answered stays removed.
+    # One that is removed while it is answered stays removed.
     taken = held.take(other, "b")
     held.remove(other, "b")
     held.put(taken, context)

@@ -202,7 +202,7 @@ def test_a_more_urgent_prompt_overtakes_one_whose_blocks_are_run():
     def step(runner):
         return [progress.result for progress in runner.step() if progress.result is not None]
 
-    for together in (False, True):
+    for overtaken in (False, True):
         runner = Runner(tiny(layers=1).model, spec, rows=3, limits=limits, chunk=1, **options)
         runner.submit(asked[0])
         runner.step()
@@ -210,7 +210,7 @@ def test_a_more_urgent_prompt_overtakes_one_whose_blocks_are_run():
             runner.submit(request)
             results += step(runner)  # a block of the prompt
             assert len(runner._intake._begun) <= 2
-            if not together:
+            if not overtaken:
                 results += runner
         found = [*runner]
         ended.append([result.id for result in found])

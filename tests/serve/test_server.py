@@ -30,9 +30,10 @@ pytest.importorskip("starlette", reason="the server needs kvjax[serve]")
 from kvjax.serve import __main__ as command  # noqa: E402
 from kvjax.serve import address, bodies, listening, program  # noqa: E402
 from kvjax.serve import app as pages  # noqa: E402
+from kvjax.serve.api_errors import ApiError  # noqa: E402
 from kvjax.serve.engine import Engine  # noqa: E402
 from kvjax.serve.preemption import SWAP_BYTES  # noqa: E402
-from kvjax.serve.protocol import ApiError, ServerInfo  # noqa: E402
+from kvjax.serve.protocol import ServerInfo  # noqa: E402
 
 WAIT = 300  # seconds, where programs are compiled beside other tests
 LIMITS = Limits(prompt=64, new_tokens=100)

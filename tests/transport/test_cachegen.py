@@ -9,7 +9,7 @@ import pytest
 from kvjax import contexts, policies, selection, storage, transport
 from kvjax.cache import CacheSpec
 from kvjax.cache.layer_stack import arranged_state
-from kvjax.errors import CheckpointError, InputError
+from kvjax.errors import CheckpointError, ConfigError, InputError
 from kvjax.transport import cachegen, entropy, varint, vectors
 from kvjax.transport.entropy import Symbols
 from kvjax.transport.tables import split
@@ -180,6 +180,22 @@ def test_tables_of_the_model_are_not_sent(tmp_path):
         transport.encode(context, level=1, tables=tables)
     with pytest.raises(CheckpointError, match="has no tables"):
         transport.Tables.load(tmp_path / "nothing.npz")
+
+
+def test_without_the_entropy_coder_codes_are_compressed_by_zlib(monkeypatch):
+    context = context_of("full", layers=1)
+    model, data = context.made.model, transport.encode(context)
+    installed = entropy.coder()
+    monkeypatch.setattr(entropy, "coder", lambda: entropy.ZLIB)
+    other = transport.encode(context)
+    one = transport.decode(other, model)
+    if installed == entropy.ANS:
+        with pytest.raises(ConfigError, match=r"kvjax\[transport\]"):
+            transport.decode(data, model)
+    monkeypatch.undo()
+    two = transport.decode(data, model)
+    for a, b in zip(*(jax.tree.leaves(each.state) for each in (one, two)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_whatever_is_damaged_or_cut_off_is_noticed():
