@@ -3,11 +3,14 @@
 This module does not import jax, which ``--help`` and errors in a command do without: what needs it imports it.
 """
 
+import contextlib
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +22,8 @@ from experiments.config import ExperimentConfig
 from kvjax.errors import ConfigError, KvjaxError
 
 USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+#: Seconds after which an interruption that had no effect is repeated.
+INTERRUPT_AGAIN = 5.0
 CACHE_FLAG = "compilation_cache"
 DISTRIBUTED, COORDINATOR, COUNT, NUMBER = "distributed", "coordinator_address", "num_processes", "process_id"
 #: Flags of every program, as ``--help`` groups them.
@@ -204,10 +209,37 @@ def _leave_others(status: int, report: Callable[[], None] = lambda: None) -> Non
         distributed.leave(status)
 
 
+@contextlib.contextmanager
+def _repeated_interrupts() -> Iterator[None]:
+    """Repeats the KeyboardInterrupt of a Ctrl-C until one leaves the block.
+
+    A single one can be lost: JAX calls Python from C++ (hashes, comparisons, callbacks), and some of these calls
+    discard whatever exception they meet. One of 24 interruptions of a compiling run was.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # signals are somebody else's
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, INTERRUPT_AGAIN)
+        raise KeyboardInterrupt
+
+    alarm = signal.signal(signal.SIGALRM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGALRM, alarm)
+
+
 def main(program: Callable[[Sequence[str]], int], interrupted: str = "no unfinished result was kept.") -> None:
     """Runs a program and exits: errors of the user as one paragraph (status 2), an interruption as one line (130)."""
     try:
-        status = program(sys.argv)
+        with _repeated_interrupts():
+            status = program(sys.argv)
     except KvjaxError as error:
         print(f"error: {error}", file=sys.stderr)
         status = USAGE_ERROR

@@ -1,9 +1,11 @@
 """A run writes one whole folder or none, the same numbers every time, and says what it ran on."""
 
+import contextlib
 import dataclasses
 import errno
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -20,8 +22,8 @@ import experiments.calibrate
 import experiments.run
 import experiments.skew
 import kvjax
+from experiments import cli, fields, results
 from experiments import config as configs
-from experiments import fields, results
 from experiments.config import DataConfig, PolicyConfig
 from experiments.programs import run
 from experiments.runs import data, machine, resolve, session
@@ -142,6 +144,28 @@ def test_ctrl_c_ends_a_compiling_run_with_one_line(tmp_path):
     assert "interrupted" in errors
     assert "Traceback" not in errors
     assert not list((tmp_path / "out").glob("[!.]*"))
+
+
+def test_an_interruption_that_was_lost_is_repeated(monkeypatch, capsys):
+    """As where JAX calls Python from C++ and discards the exception."""
+    monkeypatch.setattr(cli, "INTERRUPT_AGAIN", 0.05)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def loses_the_first(_):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(60)
+
+    try:
+        with pytest.raises(SystemExit) as error:
+            cli.main(loses_the_first)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert error.value.code == cli.INTERRUPTED
+    assert "interrupted" in capsys.readouterr().err
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 def test_a_storage_and_a_selection_are_measured_and_named(small):
