@@ -30,8 +30,6 @@ SMALLER = {
     },
     "serving": {"ROWS": 2, "REQUESTS": 4, "PROMPT": 256},
 }  # fmt: skip
-#: Those that `make test` executes; a notebook takes half a minute.
-SAMPLED = ("quickstart",)
 #: A path from the root or a home folder, Windows' too, that is not part of an address.
 MACHINE_PATH = re.compile(r"(?<![\w:/.])(?:~?/\w[\w.-]*/|[A-Z]:\\)")
 #: All notebooks together; an image of a plot takes 10 to 30 kB.
@@ -128,9 +126,8 @@ def assert_drawn(notebook, *names):
         assert height > 200
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SAMPLED else pytest.mark.sampled(0)) for name in NOTEBOOKS]
-)
+@pytest.mark.sampled(0)  # each takes half a minute; the README's example and the guides run the same calls
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_runs_without_warnings(executed, name):
     streams = [o for each in executed(name).cells for o in each.get("outputs", ()) if o.output_type == "stream"]
     # matplotlib says so in an environment's first minute
@@ -175,6 +172,7 @@ def test_says_in_one_way_where_kvjax_is(name):
 FOUND = re.compile(r"^([\w +]+): (\d) of (\d) codes found, ([\d.]+)% of", re.MULTILINE)
 
 
+@pytest.mark.sampled(0)
 def test_quickstart_ends_on_a_cache_that_wins(executed):
     notebook = executed("quickstart")
     found = {name: (int(codes) / int(of), float(share)) for name, codes, of, share in FOUND.findall(printed(notebook))}

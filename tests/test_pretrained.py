@@ -95,10 +95,11 @@ def recalled(model, asked, *tasks, policy=None, **options):
     return score.exact_matches(model, {task: asked[task] for task in tasks}, policy or policies.full(), **options)
 
 
-def test_what_is_in_the_cache_is_found(tiny, asked):
-    found = recalled(tiny, asked, "passkey", "associative")
-    assert found["passkey"] >= 0.95
-    assert found["associative"] >= 0.85  # 94 % of 384 prompts; these are 32, whose share differs by 4 %
+# Of pairs: 94 % of 384 prompts; these are 32, whose share differs by 4 %.
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("task", "least"), [("passkey", 0.95), ("associative", 0.85)])
+def test_what_is_in_the_cache_is_found(tiny, asked, task, least):
+    assert recalled(tiny, asked, task)[task] >= least
 
 
 @pytest.mark.sampled(0)

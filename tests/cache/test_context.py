@@ -57,7 +57,7 @@ def results(request) -> dict[str, dict]:
     return {line.pop("name"): line for line in lines}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", RUN)
 def test_slots_on_several_devices(results, name):
     """All that is to be seen of a case, in one test: a sample of cases then runs few of them."""

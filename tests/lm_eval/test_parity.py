@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -28,7 +29,8 @@ from tests.conftest import ROOT
 from tests.experiments.test_multiple_choice import EXPECTED
 
 for package in ("lm_eval", "accelerate", "torch", "transformers"):
-    pytest.importorskip(package, reason="parity needs kvjax[bench-lm-eval]")
+    if importlib.util.find_spec(package) is None:  # an import takes seconds in each process that collects tests
+        pytest.skip("parity needs kvjax[bench-lm-eval]", allow_module_level=True)
 
 DOCUMENTS = 6  # of each task
 LAYERS = 2  # of the models; tests/models compares whole ones
@@ -268,6 +270,7 @@ def test_conversations_are_those_of_transformers(prefilled, tmp_path):
         own.chat_template("c")
 
 
+@pytest.mark.sampled(0)
 def test_an_unknown_argument_is_one_paragraph(folder, monkeypatch, capsys):
     arguments = ["--model", "kvjax", "--include_path", str(folder), "--tasks", "kvjax_piqa", "--model_args"]
     monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments, f"path={TINY},polcy=h2o"])

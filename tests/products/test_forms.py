@@ -74,7 +74,8 @@ ODD_SHAPES = [(3, 5), (300, 90), (64, 700), (80, 77), (768, 130), (1030, 515)]
 @pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])
 def test_a_row_does_not_depend_on_its_neighbours(transposed, dtype, width):
     """Nor on how many they are, nor on the matrices of a batch: bit for bit."""
-    for inputs, outputs in ODD_SHAPES:
+    # bfloat16 differs in how weights are read, not in how products are summed.
+    for inputs, outputs in ODD_SHAPES if dtype == "float32" else ODD_SHAPES[1::2]:
         x, kernel = operands(13, inputs, outputs, transposed)
         kernel = kernel.astype(dtype)
         run = lambda x, kernel: FORMS["native"].run(x, kernel, transposed, jnp.float32)  # noqa: E731
