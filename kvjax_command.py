@@ -55,6 +55,7 @@ COMMANDS = {
             requires=("--topology", "v5e:2x4"),
         ),
         "capacity": Command("experiments.capacity", "find the largest batch that fits, and the cost of its tokens"),
+        "simulate": Command("experiments.simulate", "plan serving: rows that fit, layouts, preemption, traffic"),
     },
     "Texts": {
         "serve": Command("kvjax.serve", "serve a model over HTTP with OpenAI's API"),

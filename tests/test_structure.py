@@ -36,6 +36,7 @@ ROOMS = [
     {"checkpoint"},
     {"generation", "speculation"},
     {"contexts"},
+    {"reuse"},
     {"presets", "specs.parse"},
     {"planning", "analysis", "training", "lm_eval", "serve", "transport"},
 ]

@@ -177,6 +177,8 @@ class Block(flax.struct.PyTreeNode):
       layer: int32, the index of the layer; None outside of a layer.
       replayed: [B] int32, during a replay, the first position of the chunk that is replayed; otherwise None.
       turn: see `kvjax.policies.base.View`.
+      row_newest: [B] int32, the newest position of each row where tokens are fed within a text; None = that of the
+        block.
     """
 
     position: Array
@@ -186,6 +188,7 @@ class Block(flax.struct.PyTreeNode):
     layer: Any = None
     replayed: Any = None
     turn: Any = None
+    row_newest: Any = None
 
     def __repr__(self) -> str:
         return one_line(self)
@@ -196,8 +199,9 @@ class Block(flax.struct.PyTreeNode):
 
     @property
     def newest(self) -> Array:
-        """[B] int32 position of each row's newest token, -1 for a row without one."""
-        return jnp.max(self.position, axis=1)
+        """[B] int32 position of each row's newest token, -1 for a row without a token in the block."""
+        newest = jnp.max(self.position, axis=1)
+        return newest if self.row_newest is None else jnp.where(newest >= 0, self.row_newest, newest)
 
 
 def stored_groups(state: KVState) -> list[LayerKV]:

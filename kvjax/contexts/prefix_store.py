@@ -15,7 +15,7 @@ from kvjax.contexts.rewinding import reason_against, rewind
 from kvjax.contexts.room import BY_LENGTH
 from kvjax.contexts.state_trie import Key, State, StateTrie, StoreCounts, check_namespace
 from kvjax.errors import InputError, PolicyError, shown
-from kvjax.generation.context import Context, Made, Span, turn_of
+from kvjax.generation.context import CHUNKS, EDITED, Context, Made, Span, turn_of
 from kvjax.inputs import check_batch, check_one_row
 from kvjax.models.config import DecoderConfig
 from kvjax.models.digest import ParameterKey
@@ -133,8 +133,9 @@ class PrefixStore:
           is not held by namespaces of no more than an equal share.
 
         Raises:
-          InputError: it is no context, or has several rows; its tokens or its cache are not known; its keys depend on
-            the length of the whole text (``dynamic`` and ``longrope`` RoPE); or the namespace has no hash.
+          InputError: it is no context, or has several rows; its tokens or its cache are not known; it was made by
+            `kvjax.reuse`; its keys depend on the length of the whole text (``dynamic`` and ``longrope`` RoPE); or the
+            namespace has no hash.
         """
         check_namespace(namespace)
         if not isinstance(context, Context):
@@ -142,6 +143,9 @@ class PrefixStore:
         text, boundaries, made = context.text, context.boundaries, context.made
         if text is None or boundaries is None or made is None or context.resolved is None:
             raise InputError("this context cannot be stored, since its tokens or its cache are not known.")
+        if unlike := {span.turn for span in boundaries[0]} & {CHUNKS, EDITED}:
+            made_of = "caches of chunks" if CHUNKS in unlike else "an edited text"
+            raise InputError(f"this context was made of {made_of}, and differs from that of a text as it is.")
         if context.num_rows != 1:
             raise InputError(
                 f"the store has contexts of one row, and this one has {context.num_rows}; add those of "

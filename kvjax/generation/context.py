@@ -17,6 +17,7 @@ from kvjax.summary import one_line
 
 Array = jax.Array
 PAD = -1  # after the last token of a row
+CHUNKS, EDITED = "chunks", "edited"  # turns of a `Span` whose tokens were not fed
 
 
 @jax.tree_util.register_static  # no leaf of a result
@@ -28,7 +29,9 @@ class Span:
       stop: the position after the last of them; they begin where the span before stops.
       block: tokens of a block; the last block may have fewer.
       turn: how they were fed: ``prompt`` = as a prompt; ``append`` = as a turn, where the prompt had another policy, as
-        under a prompt compressor; ``compress`` = as a turn that was compressed.
+        under a prompt compressor; ``compress`` = as a turn that was compressed; ``chunks`` = not at all, because
+        their keys and values are those of caches of chunks; ``edited`` = within a text, whose later tokens moved. For
+        both see `kvjax.reuse`.
       rebudget: whether budgets became those of the length at `stop`.
     """
 

@@ -103,6 +103,14 @@ class BoundDecoder(NamedTuple):
         (x, _), sown = self._apply("hidden", tokens, None, block, phase, mutable=PROJECTED)
         return x, {int(index): values for index, (values,) in sown[PROJECTED].items()}
 
+    def enter(self, tokens: Array, block: Block) -> Array:
+        """Returns what enters the first layer, [B, n, hidden], for tokens [B, n]."""
+        return cast(Array, self._apply("enter", tokens, block))
+
+    def leave(self, x: Array) -> Array:
+        """Returns the input of the output head, [..., E], for what leaves the last layer, [..., hidden]."""
+        return cast(Array, self._apply("leave", x))
+
     def logits(self, hidden: Array) -> Array:
         """Hidden states [..., E] -> [..., V] float32."""
         return cast(Array, self._apply("logits", hidden))

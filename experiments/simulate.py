@@ -1,0 +1,67 @@
+"""Plans of serving from closed forms and seeded simulations; nothing is measured, and no weights are needed.
+
+python -m experiments.simulate serving --shape=opt-30b --topology=h100:1 --tokens=4096
+python -m experiments.simulate layouts --shape=llama2-7b --topology=h100:1 --tokens=5000 --budget=1024
+python -m experiments.simulate preemption --shape=llama2-7b --topology=h100:1 --budget=512
+python -m experiments.simulate traffic --shape=llama2-7b --tokens=4096
+
+serving: the rows that fit, and the seconds of a prompt, a token, and an exchange with host memory.
+layouts: the bytes of a row: reserved, in pages, in virtual memory and in fixed slots; and of a trace of requests.
+preemption: waiting times and fairness of a trace whose priorities change, for a full cache in pages and for slots.
+traffic: the numbers that attention moves between slow and fast memory, beside the order of a lower bound.
+"""
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from experiments import cli
+from kvjax.errors import ConfigError
+
+SUBJECTS = ("serving", "layouts", "preemption", "traffic")
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("shape", None, "the shape of a known decoder, such as opt-30b", flag_values=values)
+    where = "a TPU, e.g. v5e:2x4, or a GPU, e.g. h100:1, of which one device is planned for"
+    flags.DEFINE_string("topology", None, where, flag_values=values)
+    flags.DEFINE_integer("tokens", 4096, "tokens of a text", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("longest", 8192, "the most tokens that a row may have", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("budget", 512, "slots of a head under an evicting policy", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer(
+        "granule", 2 << 20, "bytes that virtual memory is mapped by", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_integer("users", 64, "users of a trace", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("turns", 3, "messages of each user", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("rate", 4.0, "users that arrive in a second", lower_bound=1e-6, flag_values=values)
+    flags.DEFINE_integer("prompt", 512, "tokens of a message, on average", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("output", 128, "tokens of an answer, on average", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("frequency", 0.02, "redraws of priorities in an iteration", lower_bound=1e-6, flag_values=values)
+    flags.DEFINE_float("copy_seconds", 1e-5, "seconds of a copy besides its bytes", lower_bound=0.0, flag_values=values)
+    flags.DEFINE_integer("seed", 0, "of the trace and of priorities", lower_bound=0, flag_values=values)
+    flags.DEFINE_integer("tile", 128, "rows of a kernel's tile of queries", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("fast_memory", 65536, "numbers that fast memory holds", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("output_file", None, "write the numbers to this JSON file too", flag_values=values)
+
+
+GROUPS = {
+    "Traces": ["users", "turns", "rate", "prompt", "output", "seed"],
+    "Preemption": ["frequency", "copy_seconds"],
+    "Kernels": ["tile", "fast_memory"],
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    given, values = cli.parse_flags(argv, about=str(__doc__), define=define, positional=1, groups=GROUPS)
+    if len(given) != 1 or given[0] not in SUBJECTS:
+        raise ConfigError(f"give what to simulate: {', '.join(SUBJECTS)}.")
+    if values.shape is None or (values.topology is None and given[0] != "traffic"):
+        raise ConfigError("give --shape=NAME, such as llama2-7b, and --topology=NAME, such as h100:1.")
+    # It imports jax, which `--help` does without.
+    from experiments.programs import simulate
+
+    return simulate.start(given[0], values)
+
+
+if __name__ == "__main__":
+    cli.main(main)

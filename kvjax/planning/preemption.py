@@ -1,0 +1,278 @@
+"""Simulates a server whose requests change priority and are moved to the host and back (FastSwitch, arXiv:2411.18424).
+
+A seeded trace of requests runs on the closed forms of `kvjax.planning.serving_costs`. All seconds are planned; those of
+moving a row are measured by ``python -m experiments.bench swap``.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.arguments import choice_argument, number_argument
+from kvjax.devices import Device
+from kvjax.errors import InputError
+from kvjax.inputs import check_count
+from kvjax.planning.memory_layouts import PAGE
+from kvjax.planning.serving_costs import ServedModel
+
+PERCENTILES = (50, 95, 99, 99.9)
+PRIORITIES = ("random", "markov")
+
+
+class Turn(NamedTuple):
+    """A message of a user, which follows the user's earlier ones.
+
+    Attributes:
+      user: whose it is.
+      turn: its number; a turn begins when the one before has ended.
+      arrival: seconds from the beginning.
+      prompt: tokens of the message.
+      output: tokens of the answer, at least 1.
+    """
+
+    user: int
+    turn: int
+    arrival: float
+    prompt: int
+    output: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Preemptions:
+    """The outcome of a simulation.
+
+    Attributes:
+      ttft: percentile -> seconds from when a turn may begin to its first token.
+      tbt: percentile -> seconds between two tokens of a turn.
+      tokens_per_second: of all answers.
+      jain: Jain's index of fairness of the users' tokens per second of waiting and running, 1 = all alike.
+      moved: bytes between device and host.
+      swaps: rows moved, in either direction.
+      seconds: from the first arrival to the last token.
+    """
+
+    ttft: Mapping[float, float]
+    tbt: Mapping[float, float]
+    tokens_per_second: float
+    jain: float
+    moved: int
+    swaps: int
+    seconds: float
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Returns the nearest-rank percentile: the least value that `percent` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(percent * len(ordered) / 100 - 1e-9), 1) - 1]
+
+
+def jain_index(values: Sequence[float]) -> float:
+    """Returns Jain's index of fairness, (Σx)² / (n·Σx²): 1 where all are alike, 1/n where one has all."""
+    x = np.asarray(values, np.float64)
+    return float(x.sum() ** 2 / (len(x) * np.square(x).sum()))
+
+
+@dataclasses.dataclass
+class _Row:
+    """A turn that is present.
+
+    Attributes:
+      turn: the request.
+      number: its place in the trace.
+      began: seconds when it could begin.
+      held: tokens whose keys and values there are, those of the user's earlier turns included.
+      end: tokens of which the prompt consists, with earlier turns.
+      made: tokens of the answer so far.
+      resident: whether they are on the device.
+      written: tokens since the last move.
+      priority: the larger, the sooner.
+      last: seconds of the last token.
+    """
+
+    turn: Turn
+    number: int
+    began: float
+    held: int
+    end: int
+    made: int = 0
+    resident: bool = False
+    written: int = 0
+    priority: float = 0.0
+    last: float = 0.0
+
+
+def simulate_preemption(
+    model: ServedModel,
+    device: Device,
+    trace: Sequence[Turn],
+    *,
+    budget: int | None = None,
+    prompt_tokens: int = 512,
+    copy_seconds: float = 0.0,
+    frequency: float = 0.02,
+    priorities: str = "random",
+    stay: float = 0.5,
+    overlap: bool = False,
+    keep_host: bool = False,
+    seed: int = 0,
+) -> Preemptions:
+    """Simulates a server under a trace.
+
+    In each iteration, the turns that are present are taken by priority, then arrival, while they fit in memory; others
+    are moved to the host. Then at most `prompt_tokens` of prompts are read, in that order, and each turn whose prompt
+    has been read gets a token.
+
+    Args:
+      model: the model.
+      device: with its memory, and the speeds of its memory, of its host link and of its products.
+      trace: the turns.
+      budget: slots of each layer; None = a full cache in pages of 16 tokens.
+      prompt_tokens: the most tokens of prompts of an iteration.
+      copy_seconds: that each copy takes besides its bytes: of each page, or of the slots of a layer, keys and values.
+      frequency: redraws of the priorities in an iteration: 0.02 = every 50 iterations.
+      priorities: ``random``, or ``markov``: a priority stays with the probability `stay`.
+      stay: see `priorities`.
+      overlap: whether rows are moved while others are computed.
+      keep_host: whether a copy stays on the host, so that only what was written since goes out again.
+      seed: of the priorities.
+
+    Raises:
+      InputError: an argument that is not valid, a device whose speeds are not known, or a turn that does not fit alone.
+    """
+    choice_argument("priorities", priorities, PRIORITIES, error=InputError)
+    check_count("prompt_tokens", prompt_tokens)
+    number_argument("frequency", frequency, minimum=1e-6, maximum=1, error=InputError)
+    number_argument("stay", stay, minimum=0, maximum=1, error=InputError)
+    memory, bandwidth, link, compute = device.memory, device.bandwidth, device.link, device.flops
+    if not memory or not bandwidth or not link or not compute:
+        raise InputError(f"the memory, its bandwidth, the host link and the FLOP/s of {device.kind} must be known.")
+    if not trace:
+        raise InputError("the trace has no turns.")
+    room = memory - model.weight_bytes
+    slot, rng = model.layers * model.slot_bytes, np.random.default_rng(seed)
+
+    def size(tokens: int) -> int:
+        return slot * (PAGE * math.ceil(tokens / PAGE) if budget is None else budget + 1)
+
+    def copies(tokens: int) -> int:
+        return 2 * model.layers * (math.ceil(tokens / PAGE) if budget is None else min(tokens, 1))
+
+    def held(tokens: int) -> int:
+        return tokens if budget is None else min(tokens, budget)
+
+    waiting = _by_user(trace)
+    texts = dict.fromkeys(waiting, 0)
+    present: list[_Row] = []
+    free = dict.fromkeys(waiting, 0.0)  # seconds when a user's last turn ended
+    served, waited = dict.fromkeys(waiting, 0), dict.fromkeys(waiting, 0.0)
+    ttft: list[float] = []
+    tbt: list[float] = []
+    moved = swaps = iteration = drawn = 0
+    clock = first = min(each.arrival for each in trace)
+    while True:
+        for user, turns in waiting.items():
+            if turns and not any(row.turn.user == user for row in present):
+                number, turn = turns[0]
+                begins = max(turn.arrival, free[user])
+                if begins <= clock:
+                    turns.pop(0)
+                    text = texts[user]
+                    present.append(_Row(turn, number, begins, text, text + turn.prompt, priority=float(rng.random())))
+        if not present:
+            later = [max(turns[0][1].arrival, free[user]) for user, turns in waiting.items() if turns]
+            if not later:
+                break
+            clock = min(later)
+            continue
+        if int(iteration * frequency + 1e-9) > drawn:
+            drawn = int(iteration * frequency + 1e-9)
+            for row in present:
+                if priorities == "random" or rng.random() >= stay:
+                    row.priority = float(rng.random())
+        order = sorted(present, key=lambda row: (-row.priority, row.turn.arrival, row.number))
+        chosen: list[tuple[_Row, int]] = []
+        used, left = 0, prompt_tokens
+        for row in order:
+            more = min(row.end - row.held, left) if row.made == 0 and row.held < row.end else 1
+            own = size(row.held + more)
+            if used + own > room:
+                if not chosen:
+                    raise InputError(f"a turn of user {row.turn.user} does not fit in the device's memory.")
+                break
+            chosen.append((row, more))
+            used += own
+            left -= more if row.held < row.end else 0
+        ids = {id(row) for row, _ in chosen}
+        swap_bytes = swap_copies = 0
+        for row in present:
+            if row.resident and id(row) not in ids:
+                out = held(row.written) if keep_host else held(row.held)
+                swap_bytes, swap_copies, swaps = swap_bytes + slot * out, swap_copies + copies(out), swaps + 1
+                row.resident, row.written = False, 0
+            elif not row.resident and id(row) in ids:
+                if back := held(row.held):
+                    swap_bytes, swap_copies, swaps = swap_bytes + slot * back, swap_copies + copies(back), swaps + 1
+                row.resident = True
+        moved += swap_bytes
+        swap = swap_bytes / link + swap_copies * copy_seconds
+        flops, read = 0.0, float(model.weight_bytes)
+        for row, more in chosen:
+            before, after = held(row.held), held(row.held + more)
+            pairs = after**2 - before**2 if budget is None else 2 * more * after
+            flops += 2 * model.params * more + 2 * model.layers * model.heads * model.dim * pairs if more else 0
+            read += slot * after
+        computing = max(flops / compute, read / bandwidth)
+        clock += max(computing, swap) if overlap else computing + swap
+        for row, more in chosen:
+            row.held += more
+            row.written += more
+            if row.held < row.end:
+                continue
+            (ttft.append(clock - row.began) if row.made == 0 else tbt.append(clock - row.last))
+            row.made, row.last = row.made + 1, clock
+            served[row.turn.user] += 1
+            if row.made == row.turn.output:
+                user = row.turn.user
+                texts[user], free[user] = row.held, clock
+                waited[user] += clock - row.began
+                present.remove(row)
+        iteration += 1
+    made = sum(each.output for each in trace)
+    return Preemptions(
+        {each: percentile(ttft, each) for each in PERCENTILES},
+        {each: percentile(tbt, each) for each in PERCENTILES} if tbt else {},
+        made / (clock - first), jain_index([served[user] / waited[user] for user in waiting]), moved, swaps,
+        clock - first,
+    )  # fmt: skip
+
+
+def _by_user(trace: Sequence[Turn]) -> dict[int, list[tuple[int, Turn]]]:
+    """Returns the turns of each user in their order, with their places in the trace."""
+    found: dict[int, list[tuple[int, Turn]]] = {}
+    for number, each in sorted(enumerate(trace), key=lambda pair: (pair[1].user, pair[1].turn)):
+        if each.prompt < 1 or each.output < 1:
+            raise InputError(f"turn {each.turn} of user {each.user} must have at least one token of prompt and output.")
+        found.setdefault(each.user, []).append((number, each))
+    return found
+
+
+def random_trace(users: int, turns: int, *, rate: float, prompt: int, output: int, seed: int = 0) -> list[Turn]:
+    """Returns a trace: Poisson arrivals of users, and geometric lengths of messages and answers.
+
+    Args:
+      users: the number of users.
+      turns: of each.
+      rate: users that arrive in a second.
+      prompt: tokens of a message, on average.
+      output: tokens of an answer, on average.
+      seed: of the draws.
+    """
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1 / rate, users))
+    return [
+        Turn(user, turn, float(arrivals[user]), int(rng.geometric(1 / prompt)), int(rng.geometric(1 / output)))
+        for user in range(users) for turn in range(turns)
+    ]  # fmt: skip

@@ -1,0 +1,39 @@
+"""Keys and values reused behind another text than that which they were computed behind.
+
+A request is a prefix, some chunks and a question. `compute` makes the cache of a chunk, once, behind the prefix alone;
+`blend` puts caches of chunks one after the other and recomputes the tokens whose values differ most from those of a
+whole prefill (CacheBlend); `craft` chooses among caches of a chunk in several contexts, and recomputes tokens by how
+much they attended to chunks that are missing now (Cache-Craft). `distances` compares both with a whole prefill. `edit`
+replaces tokens within a context, whose later tokens move (PIE). All return a `kvjax.Context`.
+"""
+
+from typing import TYPE_CHECKING
+
+from kvjax import lazy
+
+if TYPE_CHECKING:
+    from kvjax.reuse.blending import Blended, blend
+    from kvjax.reuse.cache import ChunkCache, compute
+    from kvjax.reuse.crafting import Crafted, craft
+    from kvjax.reuse.editing import Edit, edit
+    from kvjax.reuse.measures import Distances, distances
+    from kvjax.reuse.store import ChunkStore
+    from kvjax.reuse.variants import Variant, compute_variants
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "kvjax.reuse.blending": ("Blended", "blend"),
+            "kvjax.reuse.cache": ("ChunkCache", "compute"),
+            "kvjax.reuse.crafting": ("Crafted", "craft"),
+            "kvjax.reuse.editing": ("Edit", "edit"),
+            "kvjax.reuse.measures": ("Distances", "distances"),
+            "kvjax.reuse.store": ("ChunkStore",),
+            "kvjax.reuse.variants": ("Variant", "compute_variants"),
+        },
+    )
+
+__all__ = [
+    "Blended", "ChunkCache", "ChunkStore", "Crafted", "Distances", "Edit", "Variant", "blend", "compute",
+    "compute_variants", "craft", "distances", "edit",
+]  # fmt: skip

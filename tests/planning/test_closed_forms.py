@@ -1,0 +1,149 @@
+"""Plans are the closed forms of the worked cases, and simulations are these forms where there is one request."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvjax import devices, policies
+from kvjax.errors import InputError
+from kvjax.planning import attention_traffic as traffic
+from kvjax.planning import memory_layouts as layouts
+from kvjax.planning import offload_shares, preemption
+from kvjax.planning.preemption import Turn
+from kvjax.planning.serving_costs import ServedModel, serving_costs
+
+LARGE = ServedModel(params=34_000_000_000, layers=60, heads=56, kv_heads=8, dim=128)
+SMALL = ServedModel(params=1_000_000, layers=2, heads=4, kv_heads=2, dim=8)
+FAST = devices.Device("fast", 80e9, 2e12, 312e12, "given", link=2e10)
+
+
+@pytest.fixture
+def plans(shared_data):
+    cases = json.loads(bytes(np.load(shared_data / "examples" / "reuse_cases.npz")["cases"]))
+
+    def of(what):
+        found = [(case["arguments"], case["expect"]) for case in cases
+                 if case["kind"] == "plan" and case["arguments"]["what"] == what]  # fmt: skip
+        assert found
+        return found
+
+    return of
+
+
+def model_of(about):
+    given = {"params": 1, "heads": about["kv_heads"]} | about
+    return ServedModel(**{name: given[name] for name in ("params", "layers", "heads", "kv_heads", "dim", "width")})
+
+
+def test_serving(plans):
+    for about, expected in plans("peak"):
+        device = devices.Device(
+            "given", about["memory"], about["memory_rate"], about["flops"], "given", link=about["host_rate"]
+        )
+        found = serving_costs(model_of(about), device, about["n"], statistics=about["statistics"])
+        assert {name: getattr(found, name) for name in expected} == pytest.approx(expected, rel=1e-12)
+
+
+def test_figures_of_the_34b():
+    """Fu's are 0.89, 8.5 and 9.8 s, and for 50,000 tokens 14.1, with half of our attention."""
+
+    def prefill(tokens):
+        return LARGE.prefill_flops(tokens) / FAST.flops
+
+    assert prefill(4096) == pytest.approx(0.94, abs=0.005)
+    assert 2 * LARGE.params * 4096 / FAST.flops == pytest.approx(0.89, abs=0.005)
+    assert prefill(50_000) == pytest.approx(17.8, abs=0.05)
+    for tokens, seconds in ((4096, 8.6), (50_000, 10.0)):
+        steps = (LARGE.weight_bytes + LARGE.cache_bytes(tokens)) / FAST.bandwidth
+        assert 250 * steps == pytest.approx(seconds, abs=0.05)
+
+
+def test_layouts(plans):
+    for about, expected in plans("layouts"):
+        options = {"longest": about["n_max"], "budget": about["budget"], "granule": about["granule"]}
+        found = layouts.row_bytes(model_of(about), about["n"], **options)
+        assert found == tuple(expected.values())
+
+
+def test_a_trace_of_layouts():
+    one = [layouts.TracedRow(0, 100, 28)]
+    options = {"memory": 1 << 30, "longest": 512, "budget": 32, "granule": 1 << 12}
+    for name, use in layouts.simulate_layouts(SMALL, one, **options).items():
+        most = layouts.row_bytes(SMALL, 128, longest=512, budget=32, granule=1 << 12)
+        assert (use.peak, use.most_rows, use.steps) == (getattr(most, name), 1, 28)
+    many = [layouts.TracedRow(step % 7, 150 + step, 40) for step in range(24)]
+    options["memory"] = 6 * SMALL.layers * SMALL.slot_bytes * 512
+    found = layouts.simulate_layouts(SMALL, many, **options)
+    assert found["reserved"].most_rows == 6 < found["pages"].most_rows < found["slots"].most_rows == 24
+    assert found["slots"].waste == 0 < found["pages"].waste < 0.1 < found["reserved"].waste
+    assert all(use.peak <= options["memory"] for use in found.values())
+    with pytest.raises(InputError, match="does not fit"):
+        layouts.simulate_layouts(SMALL, [layouts.TracedRow(0, 600, 1)], **options)
+
+
+def test_traffic(plans):
+    for about, expected in plans("traffic"):
+        found = traffic.attention_traffic(
+            about["n"], about["dim"], tile=about["tile"], memory=about["memory"], slots=about["slots"]
+        )
+        assert found._asdict() == pytest.approx(expected, rel=1e-12)
+    for about, expected in plans("dist_attention"):
+        assert traffic.part_bytes(**{name: about[name] for name in ("heads", "kv_heads", "dim", "width")}) == tuple(
+            expected.values()
+        )
+    assert [traffic.passes_over_keys(each) for each in (policies.window(8), policies.keydiff(8), policies.h2o(8))] == [
+        1, 1, 2,
+    ]  # fmt: skip
+
+
+def test_shares(plans):
+    for about, expected in plans("blend"):
+        found = offload_shares.plan_blend(
+            about["layers"], load=about["load"], prefill=about["prefill"], check=about["check"]
+        )
+        assert found == pytest.approx((expected["ratio"], expected["ttft"]), rel=1e-12)
+    for about, expected in plans("memo"):
+        found = offload_shares.host_share(
+            link_rate=about["link_rate"], layer_time=about["layer_time"], bytes_per_token=about["bytes_a_token"],
+            tokens=about["n"], layers=about["layers"], host_memory=about["host_memory"],
+        )  # fmt: skip
+        assert found == pytest.approx(expected["share"], rel=1e-12)
+
+
+def test_percentiles_and_fairness(plans):
+    for about, expected in plans("percentiles"):
+        for percent in preemption.PERCENTILES:
+            assert preemption.percentile(about["values"], percent) == expected[f"p{percent}"]
+        assert preemption.jain_index(about["users"]) == pytest.approx(expected["jain"], rel=1e-12)
+
+
+def test_one_turn_is_the_closed_form():
+    made = preemption.simulate_preemption(LARGE, FAST, [Turn(0, 0, 3.0, 4096, 3)], prompt_tokens=4096)
+    assert made.ttft[50] == pytest.approx(LARGE.prefill_flops(4096) / FAST.flops)
+    steps = [(LARGE.weight_bytes + LARGE.cache_bytes(tokens)) / FAST.bandwidth for tokens in (4097, 4098)]
+    assert [made.tbt[50], made.tbt[99]] == pytest.approx(steps)
+    assert made.seconds == pytest.approx(made.ttft[50] + sum(steps))
+    assert (made.moved, made.swaps, made.jain) == (0, 0, 1.0)
+
+
+def test_a_crowd_is_moved_and_ends():
+    device = devices.Device("small", 2.1e6, 1e9, 1e10, "given", link=1e8)
+    trace = preemption.random_trace(12, 2, rate=50.0, prompt=60, output=40, seed=1)
+    options = {"frequency": 0.25, "copy_seconds": 1e-5, "seed": 3}
+    plain = preemption.simulate_preemption(SMALL, device, trace, **options)
+    assert plain == preemption.simulate_preemption(SMALL, device, trace, **options)
+    assert plain != preemption.simulate_preemption(SMALL, device, trace, **{**options, "seed": 4})
+    assert plain.swaps > 0 and 0 < plain.jain < 1 and plain.ttft[50] < plain.ttft[99]
+    kept = preemption.simulate_preemption(SMALL, device, trace, keep_host=True, **options)
+    over = preemption.simulate_preemption(SMALL, device, trace, overlap=True, **options)
+    slots = preemption.simulate_preemption(SMALL, device, trace, budget=16, **options)
+    assert kept.moved < plain.moved and kept.seconds < plain.seconds
+    assert over.seconds < plain.seconds
+    assert slots.moved < plain.moved
+    calm = preemption.simulate_preemption(SMALL, device, trace, priorities="markov", stay=0.95, **options)
+    assert calm.swaps < plain.swaps
+    with pytest.raises(InputError, match="does not fit"):
+        preemption.simulate_preemption(SMALL, devices.Device("tiny", 2.01e6, 1e9, 1e10, "given", link=1e8), [
+            Turn(0, 0, 0.0, 5000, 1)
+        ], prompt_tokens=5000)  # fmt: skip

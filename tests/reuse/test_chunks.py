@@ -1,0 +1,192 @@
+"""Chunks that are recomputed whole are a prefill, under every cache that takes them; and stores of chunks."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import contexts, policies, reuse, selection, storage
+from kvjax.errors import InputError
+from tests.examples import policy
+from tests.tiny import random_tokens, tiny
+
+PARTS = np.split(random_tokens(1, 38, seed=5)[0], [3, 12, 21, 34])
+PREFIX, *CHUNKS, QUESTION = PARTS
+TEXT = np.concatenate(PARTS)
+#: Policies that need nothing of the queries of chunks, with 4 tokens of a question.
+TAKE = {
+    "full": policies.full(),
+    "window": policies.window(12),
+    "streaming_llm": policies.streaming_llm(12, sinks=2),
+    "random": policies.random(12),
+    "knorm": policies.knorm(12),
+    "keydiff": policies.keydiff(12),
+    "snapkv": policies.snapkv(12, window=4),
+    "pyramidkv": policies.pyramidkv(12, window=4),
+    "adakv": policies.adakv(policies.snapkv(12, window=4)),
+    "tova": policies.tova(12),
+    "two kinds of heads": policies.split_heads([[1, 0], [0, 1]], policies.full(), policies.window(8)),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny().model
+
+
+@pytest.fixture(scope="module")
+def caches(model):
+    prefix = reuse.compute(model, PREFIX)
+    return [reuse.compute(model, each, prefix) for each in CHUNKS]
+
+
+def assert_close(one, two):
+    np.testing.assert_allclose(one.logits, two.logits, atol=1e-4)
+    for layer in range(len(one.layout.decode)):
+        for got, expected in zip(one.kept(layer)[0], two.kept(layer)[0], strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", TAKE)
+def test_all_recomputed_is_a_prefill(model, caches, name):
+    made = reuse.blend(model, caches, QUESTION, TAKE[name], ratio=1.0, room=64)
+    plain = contexts.prefill(model, TEXT, TAKE[name], room=64)
+    assert_close(made.context, plain)
+    assert made.share == pytest.approx(1 - len(PREFIX) / len(TEXT))
+    # And goes on like it.
+    answers = [contexts.decode(model, each, max_new_tokens=6) for each in (made.context, plain)]
+    np.testing.assert_array_equal(answers[0].tokens, answers[1].tokens)
+    assert_close(answers[0].context, answers[1].context)
+
+
+def test_one_chunk_is_a_prefill_at_any_share(model, caches):
+    plain = contexts.prefill(model, np.concatenate([PREFIX, CHUNKS[0], QUESTION]), policies.full(), room=64)
+    for options in ({"ratio": 0.0}, {"ratio": 0.4, "deviation": "both"}, {"check": None}, {"check": None, "first": 2}):
+        made = reuse.blend(model, caches[:1], QUESTION, room=64, **options)
+        assert_close(made.context, plain)
+        np.testing.assert_allclose(reuse.distances(model, made).key, 0, atol=1e-5)
+
+
+def test_more_tokens_come_nearer_to_a_prefill():
+    deep, far = tiny(layers=4).model, {}
+    own = [reuse.compute(deep, each, reuse.compute(deep, PREFIX)) for each in CHUNKS]
+    for ratio in (0.0, 0.3, 1.0):
+        made = reuse.blend(deep, own, QUESTION, ratio=ratio)
+        far[ratio] = reuse.distances(deep, made)
+        # Layers up to the check have the keys and values of a prefill.
+        np.testing.assert_allclose(far[ratio].value[:2], 0, atol=1e-5)
+    assert far[1.0].attention.max() < 1e-4 < far[0.0].attention.max()
+
+
+def test_gradual_shares(caches):
+    deep = tiny(layers=4).model
+    prefix = reuse.compute(deep, PREFIX)
+    own = [reuse.compute(deep, each, prefix) for each in CHUNKS]
+    made = reuse.blend(deep, own, QUESTION, ratio=(0.6, 0.4, 0.1))
+    chunked = made.active[:, len(PREFIX) : -len(QUESTION)]
+    assert list(chunked.sum(axis=1)) == [31, 18, 12, 3]
+    assert all((late <= early).all() for early, late in itertools.pairwise(chunked))
+    far = reuse.distances(deep, made)
+    assert far.rank_correlation.shape == (2,) and (np.diff(far.value[1:]) > 0).any()
+
+
+def test_a_chunk_in_its_old_context_needs_no_repair(model):
+    prefix = reuse.compute(model, PREFIX)
+    store = reuse.ChunkStore(model, prefix=prefix, max_bytes=1 << 24)
+    store.add(reuse.compute_variants(model, CHUNKS, prefix))
+    made = reuse.craft(store, CHUNKS, QUESTION)
+    assert [score.cfo for score in made.scores] == [0.0] * 3
+    assert not made.blended.active[:, : -len(QUESTION)].any()
+    assert_close(made.blended.context, contexts.prefill(model, TEXT, policies.full()))
+    # Where everything is recomputed, it does not matter which variants there are.
+    other = reuse.craft(store, CHUNKS[::-1], QUESTION, alpha=1e6)
+    whole = np.concatenate([PREFIX, *CHUNKS[::-1], QUESTION])
+    recomputed = [score.cfo for score in other.scores]
+    assert recomputed[1:] == [1.0, 1.0]
+    assert_close(other.blended.context, contexts.prefill(model, whole, policies.full()))
+
+
+def test_a_store_has_a_bound_and_variants(model):
+    prefix = reuse.compute(model, PREFIX)
+    one = reuse.compute(model, CHUNKS[0], prefix).nbytes
+    store = reuse.ChunkStore(model, prefix=prefix, max_bytes=3 * one, variants=2)
+    first = store.get(CHUNKS[0])
+    assert store.get(CHUNKS[0]) is first and len(store) == 1 and store.nbytes == one
+    store.get(CHUNKS[1])
+    store.get(CHUNKS[0])
+    store.get(CHUNKS[2])  # larger than what is left: the one that was used least recently is dropped
+    assert len(store) == 2 and store.nbytes <= store.max_bytes and store.get(CHUNKS[0]) is first
+    store = reuse.ChunkStore(model, prefix=prefix, max_bytes=1 << 30, variants=2)
+    alone, behind, last = (
+        reuse.compute_variants(model, each, prefix)[-1] for each in (CHUNKS[:1], CHUNKS[1::-1], CHUNKS[::-1])
+    )
+    store.add([alone, behind])
+    assert store.choose(CHUNKS[0], [CHUNKS[1]])[0] is behind
+    store.add([last])
+    # The one that was never used is dropped.
+    assert store.choose(CHUNKS[0], [])[0] is not alone
+    assert store.choose(CHUNKS[0], CHUNKS[:0:-1])[0] is last
+    small = reuse.ChunkStore(model, prefix=prefix, max_bytes=1)
+    np.testing.assert_array_equal(small.get(CHUNKS[0]).key, first.key)
+    assert small.choose(CHUNKS[0], [])[1].cfo == 0 and len(small) == 0
+
+
+def test_a_blended_context_is_not_stored_as_a_prefix(model, caches):
+    made = reuse.blend(model, caches, QUESTION).context
+    store = kvjax.PrefixStore(1 << 24)
+    with pytest.raises(InputError, match="chunks"):
+        store.add(made)
+    with pytest.raises(InputError, match="chunks"):
+        store.add(contexts.extend(model, made, [[1, 2]]))
+    edited = reuse.edit(model, contexts.prefill(model, TEXT, policies.full()), (3, 5, [7]))
+    with pytest.raises(InputError, match="edited"):
+        store.add(edited)
+
+
+def test_a_blended_context_is_saved_whole(model, caches, tmp_path):
+    made = reuse.blend(model, caches, QUESTION, policies.window(12)).context
+    contexts.save(tmp_path / "made", made)
+    read = contexts.load(tmp_path / "made", model)
+    assert read.boundaries == made.boundaries
+    for got, expected in zip(jax.tree.leaves(read.state), jax.tree.leaves(made.state), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+REFUSED = [
+    ({"policy": policy("h2o", 8)}, "h2o cannot take over chunks"),
+    ({"policy": policies.snapkv(12, window=8)}, "or of more than 4"),
+    ({"policy": policies.kvzip(12)}, "replays"),
+    ({"policy": policies.full(), "storage": storage.int8()}, "storage int8 cannot hold chunks"),
+    ({"policy": policies.full(), "selection": selection.quest(page=4, budget=12, first_layer=0)}, "reads a selection"),
+    ({"ratio": 1.5}, "ratio must be"),
+    ({"ratio": (0.2, 0.3)}, "must have 1 numbers"),
+    ({"check": 0}, "check must be a layer from 1 to 1"),
+    ({"check": 2}, "check must be a layer from 1 to 1"),
+    ({"check": None, "ratio": (0.1,)}, "check=None recomputes nothing"),
+    ({"deviation": "query"}, "deviation"),
+    ({"first": -1}, "first"),
+    ({"room": 10}, "smaller than the text"),
+    ({"question": []}, "question|at least one token"),
+    ({"chunks": []}, "at least one ChunkCache"),
+    ({"chunks": [1]}, "must be a ChunkCache"),
+]
+
+
+@pytest.mark.parametrize(("given", "match"), REFUSED)
+def test_what_is_refused(model, caches, given, match):
+    arguments = {"chunks": caches, "question": QUESTION} | given
+    with pytest.raises(kvjax.KvjaxError, match=match):
+        reuse.blend(model, arguments.pop("chunks"), arguments.pop("question"), **arguments)
+
+
+def test_rising_shares_other_models_and_other_prefixes(model, caches):
+    deep = tiny(layers=4).model
+    with pytest.raises(InputError, match="another model"):
+        reuse.blend(deep, caches, QUESTION)
+    own = [reuse.compute(deep, CHUNKS[0])]
+    with pytest.raises(InputError, match="must not rise"):
+        reuse.blend(deep, own, QUESTION, ratio=(0.1, 0.2, 0.1))
+    with pytest.raises(InputError, match="different prefixes"):
+        reuse.blend(model, [*caches, reuse.compute(model, CHUNKS[0])], QUESTION)
