@@ -5,6 +5,7 @@ import functools
 
 from kvjax.attention import Implementation
 from kvjax.cache.arrangements import Arrangement, arrangement_of
+from kvjax.cache.parallel_contexts import ParallelContexts
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict
 from kvjax.policies.components import Everything
@@ -72,6 +73,7 @@ class Group:
       replay: how the prompt is replayed when it ends, before anything is evicted; None = no replay.
       replaying: whether a step takes tokens of the replay, which are not kept.
       num_layers: the number of layers of the model.
+      parallel: how contexts that share positions are attended to; None = there are none.
     """
 
     heads: tuple[int, ...] | None = None
@@ -99,6 +101,7 @@ class Group:
     replay: Replay | None = None
     replaying: bool = False
     num_layers: int = 1
+    parallel: ParallelContexts | None = None
 
     @property
     def sparse_prompt(self) -> QueryBlocks | None:

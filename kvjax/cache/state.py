@@ -16,6 +16,9 @@ Array = jax.Array
 EMPTY = -1
 FAR = jnp.iinfo(jnp.int32).max
 LIVE = "live"  # the mark of the number of live slots of a head
+#: Marks of contexts that share positions: the first running position of them, the position after the last one, and by
+#: how much the running position of a later token exceeds the one that it is rotated to.
+CONTEXTS_START, CONTEXTS_STOP, SHIFT = PARALLEL_MARKS = "contexts start", "contexts stop", "shift"
 
 
 class LayerKV(flax.struct.PyTreeNode):
@@ -34,8 +37,8 @@ class LayerKV(flax.struct.PyTreeNode):
       sides: what the keys, and the values, of a row and KV head share since its prompt ended, leaves [B, K, ...]; {}
         for a storage without such sides.
       marks: of a layout of blocks, ``key`` and ``value`` -> [B, K] int32, the number of tokens that are encoded; where
-        the slots of each device hold their ranks, ``live`` -> [B, K] int32, the live slots on all devices; otherwise
-        {}.
+        the slots of each device hold their ranks, ``live`` -> [B, K] int32, the live slots on all devices; where
+        contexts share positions, `PARALLEL_MARKS` -> [B, K] int32; otherwise {}.
       memory: name of a `kvjax.policies.row_memory.RowMemory` -> its arrays [B, K, ...].
     """
 
@@ -65,7 +68,7 @@ class LayerKV(flax.struct.PyTreeNode):
     @property
     def in_blocks(self) -> bool:
         """Whether tokens are encoded in blocks or segments, and held exactly until theirs is full."""
-        return bool(self.marks.keys() - {LIVE})
+        return bool(self.marks.keys() - {LIVE, *PARALLEL_MARKS})
 
     @property
     def is_exact(self) -> bool:

@@ -67,6 +67,8 @@ def describe(context: Context, name: str) -> JsonObject:
         or context.boundaries is None
     ):  # fmt: skip
         raise InputError("this context cannot be saved, since its tokens or its cache are not known.")
+    if any(group.parallel is not None for group in context.layout.groups):
+        raise InputError("this context cannot be saved: it has contexts that share positions.")
     distributed.check_alone(made.model.params, name)
     return _about(made.model, made.spec) | {
         "spec": repr(made.spec), "rows": context.num_rows, "sizes": dataclasses.asdict(made.sizes),

@@ -137,6 +137,8 @@ def in_arrays(context: Context, layout: CacheLayout) -> Context:
 
 def _larger(old: Group, new: Group) -> Group:
     """Returns a new group with as many slots as it has had, which budgets or joined rows may have made more."""
+    if old.parallel is not None:
+        new = dataclasses.replace(new, parallel=old.parallel, step_implementation=None, attn_implementation="xla")
     if old.arrangement is not new.arrangement or new.array_sizes is not None or len(old.slots) != len(new.slots):
         return new
     return dataclasses.replace(new, slots=tuple(map(max, old.slots, new.slots)))

@@ -3,8 +3,9 @@
 A request is a prefix, some chunks and a question. `compute` makes the cache of a chunk, once, behind the prefix alone;
 `blend` puts caches of chunks one after the other and recomputes the tokens whose values differ most from those of a
 whole prefill (CacheBlend); `craft` chooses among caches of a chunk in several contexts, and recomputes tokens by how
-much they attended to chunks that are missing now (Cache-Craft). `distances` compares both with a whole prefill. `edit`
-replaces tokens within a context, whose later tokens move (PIE). All return a `kvjax.Context`.
+much they attended to chunks that are missing now (Cache-Craft). `distances` compares both with a whole prefill.
+`parallel` reads chunks that all begin at one position (APE). `edit` replaces tokens within a context, whose later
+tokens move (PIE). All return a `kvjax.Context`.
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvjax.reuse.crafting import Crafted, craft
     from kvjax.reuse.editing import Edit, edit
     from kvjax.reuse.measures import Distances, distances
+    from kvjax.reuse.parallel import parallel
     from kvjax.reuse.store import ChunkStore
     from kvjax.reuse.variants import Variant, compute_variants
 else:
@@ -28,6 +30,7 @@ else:
             "kvjax.reuse.crafting": ("Crafted", "craft"),
             "kvjax.reuse.editing": ("Edit", "edit"),
             "kvjax.reuse.measures": ("Distances", "distances"),
+            "kvjax.reuse.parallel": ("parallel",),
             "kvjax.reuse.store": ("ChunkStore",),
             "kvjax.reuse.variants": ("Variant", "compute_variants"),
         },
@@ -35,5 +38,5 @@ else:
 
 __all__ = [
     "Blended", "ChunkCache", "ChunkStore", "Crafted", "Distances", "Edit", "Variant", "blend", "compute",
-    "compute_variants", "craft", "distances", "edit",
+    "compute_variants", "craft", "distances", "edit", "parallel",
 ]  # fmt: skip

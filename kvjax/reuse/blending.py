@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike
 from kvjax import policies
 from kvjax.arguments import choice_argument
 from kvjax.cache.spec import CacheSpec
-from kvjax.contexts.prompts import ROOM
 from kvjax.errors import InputError, shown
 from kvjax.generation.context import Context
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
@@ -20,7 +19,7 @@ from kvjax.inputs import check_count
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
 from kvjax.reuse.cache import ChunkCache, Collected, Text, check_chunks, checked_tokens
-from kvjax.reuse.last_block import feed_question
+from kvjax.reuse.last_block import checked_room, feed_question
 from kvjax.reuse.layerwise import LayerResult, run_tokens
 from kvjax.summary import one_line
 
@@ -149,12 +148,7 @@ def recompute(
       options: see `blend`.
     """
     own, spec = options.resolve(model, policies.full() if policy is None else policy)
-    length = len(text) + len(question)
-    if room is None:
-        room = max(length, min(length + ROOM, model.config.max_positions))
-    check_count("room", room)
-    if room < length:
-        raise InputError(f"room={room} is smaller than the text, which has {length} tokens; give more.")
+    room = checked_room(model.config, room, len(text) + len(question))
     held = Collected()
     run = run_tokens(
         model, text.tokens[position], position, text.key, text.value, text.known, total=room, choose=choose,

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,12 @@ import numpy as np
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import arranged_state
+from kvjax.cache.parallel_contexts import ParallelContexts
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import prompt_bucket, sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV, exact_store
+from kvjax.cache.state import EMPTY, PARALLEL_MARKS, Block, KVState, Layer, LayerKV, exact_store
 from kvjax.contexts.room import lowered_layout
 from kvjax.errors import InputError
 from kvjax.generation import compiling
@@ -23,6 +25,7 @@ from kvjax.generation.context import CHUNKS, Context, Made, Span
 from kvjax.generation.options import CacheOptions
 from kvjax.generation.prefill import GroupBudgets, converted
 from kvjax.generation.program import program
+from kvjax.inputs import check_count
 from kvjax.models import layer_loop
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
@@ -34,6 +37,44 @@ from kvjax.reuse.layerwise import rotated
 from kvjax.storage import dense
 
 Array = jax.Array
+ROOM = 256  # tokens after the question, unless the caller gives a room
+
+
+class Placed(NamedTuple):
+    """Contexts that share positions; see `kvjax.reuse.parallel`.
+
+    Attributes:
+      how: the weights of their part of attention.
+      position: [S] int32, the positions that keys are rotated to.
+      start: the running position of the first token of the contexts.
+      stop: the running position after the last one.
+      shift: by how much later tokens' running positions exceed those that they are rotated to.
+    """
+
+    how: ParallelContexts
+    position: np.ndarray
+    start: int
+    stop: int
+    shift: int
+
+
+def checked_room(config: DecoderConfig, room: int | None, length: int) -> int:
+    """Returns the number of tokens that arrays are made for.
+
+    Args:
+      config: the decoder.
+      room: as the user gives it; None = `ROOM` more than there are.
+      length: the tokens that there are.
+
+    Raises:
+      InputError: it is not valid, or smaller than the text.
+    """
+    if room is None:
+        return max(length, min(length + ROOM, config.max_positions))
+    check_count("room", room)
+    if room < length:
+        raise InputError(f"room={room} is smaller than the text, which has {length} tokens; give more.")
+    return room
 
 
 def check_cache(spec: CacheSpec, layout: CacheLayout, question: int) -> None:
@@ -88,6 +129,7 @@ def feed_question(
     *,
     room: int,
     options: CacheOptions,
+    placed: Placed | None = None,
 ) -> Context:
     """Returns the context of a text and a question, whose last block is the question.
 
@@ -100,6 +142,7 @@ def feed_question(
       question: [n] int32, at least one token.
       room: the number of tokens that arrays are made for.
       options: see `kvjax.CacheOptions`.
+      placed: of contexts that share positions; None = there are none.
 
     Raises:
       InputError: see `check_cache`.
@@ -115,19 +158,26 @@ def feed_question(
             implementation=options.implementation, dtype=model.dtype, totals=total,
         )  # fmt: skip
         check_cache(spec, lowered.layout, len(question))
-        prompt = _phase_for(lowered.layout.prompt, keys[0].shape[2] + width)
-        runs = layer_loop.possible_runs(model.config, model.params, prompt, lowered.layout.decode)
-        during = dataclasses.replace(lowered.layout, prompt=prompt, runs=runs)
+        prompt, decode = _phase_for(lowered.layout.prompt, keys[0].shape[2] + width), lowered.layout.decode
+        layout = lowered_layout(model, spec, sizes, options)
+        if placed is not None:
+            prompt, decode, before = (_in_parallel(each, placed.how) for each in (prompt, decode, layout.prompt))
+            layout = dataclasses.replace(layout, prompt=before)
+        runs = layer_loop.possible_runs(model.config, model.params, prompt, decode)
+        during = dataclasses.replace(lowered.layout, prompt=prompt, decode=decode, runs=runs)
+        # [1, S]
+        position = (np.arange(keys[0].shape[2]) if placed is None else placed.position)[None].astype(np.int32)
+        marks = None if placed is None else tuple(np.array([each], np.int32) for each in placed[2:])
         # [1, width]
         ids = np.pad(question, (0, width - len(question)))[None]
         with compiling.announced(compiling.prompts_of(during, width)):
             logits, state = _last_block(
-                model.params, list(keys), list(values),
+                model.params, list(keys), list(values), *model.place((position, marks)),
                 *model.place((np.array([count], np.int32), ids, lengths, total)),
                 *model.place((lowered.budgets.prompt, lowered.budgets.decode)), config=model.config, layout=during,
             )  # fmt: skip
     made = Made(model, spec, options, sizes)
-    layout = dataclasses.replace(lowered_layout(model, spec, sizes, options), decode=during.decode)
+    layout = dataclasses.replace(layout, decode=during.decode)
     spans = (Span(count, count, CHUNKS), Span(length, len(question)))
     resolved = np.stack([lengths, total], axis=1).astype(np.int32)
     known = np.concatenate([tokens, question])[None].astype(np.int32)
@@ -147,11 +197,32 @@ def _phase_for(prompt: Phase, slots: int) -> Phase:
     return tuple(tuple(of_group(group) for group in layer) for layer in prompt)
 
 
+def _in_parallel(phase: Phase, how: ParallelContexts) -> Phase:
+    """Returns groups that attend to contexts which share positions.
+
+    Raises:
+      InputError: the policy rotates keys to their ranks.
+    """
+    if any(group.policy.positions != "original" for layer in phase for group in layer):
+        raise InputError(
+            'contexts cannot share positions under a policy that rotates keys to ranks (positions="cache").'
+        )
+    return tuple(
+        tuple(
+            dataclasses.replace(group, parallel=how, attn_implementation="xla", step_implementation=None)
+            for group in layer
+        )
+        for layer in phase
+    )
+
+
 @program(static_argnames=("config", "layout"))
 def _last_block(
     params: Params,
     keys: list[Array],
     values: list[Array],
+    rotated_to: Array,
+    marks: tuple[Array, Array, Array] | None,
     count: Array,
     tokens: Array,
     length: Array,
@@ -168,6 +239,8 @@ def _last_block(
       params: of the decoder.
       keys: of each layer, [1, K, S, D] by position, not rotated.
       values: of each layer, [1, K, S, D].
+      rotated_to: [1, S] int32, the positions that keys are rotated to.
+      marks: [1] int32 each, those of `PARALLEL_MARKS`; None = no contexts share positions.
       count: [1] int32, the tokens whose keys and values these are.
       tokens: [1, n] int32, the block.
       length: [1] int32, the tokens of the whole prompt.
@@ -189,9 +262,9 @@ def _last_block(
         # [1, S]
         position = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
         position = jnp.where(position < count[:, None], position, EMPTY)
-        turned = rotated(kind.rope, key, position, total)
+        turned = rotated(kind.rope, key, rotated_to, total)
         layers.append(Layer(
-            _filled(own, group, turned if group.policy.positions == "original" else key, value, position)
+            _filled(own, group, turned if group.policy.positions == "original" else key, value, position, marks)
             for own, group in zip(layer, groups, strict=True)
         ))  # fmt: skip
     kv = KVState(tuple(layers), count, prompt=length, total=total, budget=budget)
@@ -207,12 +280,18 @@ def _last_block(
     return decoder.logits(last), kv.replace(budget=decode_budget)
 
 
-def _filled(own: LayerKV, group: Group, key: Array, value: Array, position: Array) -> LayerKV:
-    """Fills empty slots with the keys and values [1, K, S, D] of positions [1, S]."""
+def _filled(
+    own: LayerKV, group: Group, key: Array, value: Array, position: Array, marks: tuple[Array, ...] | None
+) -> LayerKV:
+    """Fills empty slots with the keys and values [1, K, S, D] of positions [1, S]; for `marks` see `_last_block`."""
     if group.heads is not None:
         heads = np.asarray(group.heads)
         key, value = key[:, heads], value[:, heads]
     room = own.position.shape[2] - key.shape[2]
     key, value = (jnp.pad(each, ((0, 0), (0, 0), (0, room), (0, 0))) for each in (key, value))
     slots = jnp.pad(position, ((0, 0), (0, room)), constant_values=EMPTY)
-    return own.replace(position=jnp.broadcast_to(slots[:, None], own.position.shape), stores=(exact_store(key, value),))
+    named = {} if marks is None else dict(zip(PARALLEL_MARKS, marks, strict=True))
+    return own.replace(
+        position=jnp.broadcast_to(slots[:, None], own.position.shape), stores=(exact_store(key, value),),
+        marks={name: jnp.broadcast_to(each[:, None], own.position.shape[:2]) for name, each in named.items()},
+    )  # fmt: skip

@@ -28,7 +28,7 @@ class Distances(NamedTuple):
       attention: [L] float64, the same of the attention probabilities of the question.
       rank_correlation: [L - 2] float64, Spearman's correlation, from one layer to the next and from layer 1 on, of how
         far the values of chunks are from those of the prefill, without the first chunk: what CacheBlend rests on. Empty
-        if there is one chunk.
+        if there is one chunk, NaN where the caches are those of the prefill.
       agrees: whether both predict the same next token.
     """
 
@@ -85,7 +85,10 @@ def distances(model: Model, blended: Blended) -> Distances:
             np.square(np.asarray(new, np.float64) - np.asarray(old, np.float64)).sum(axis=(0, 1, 3))[later]
             for new, old in zip(full.value[1:], text.value[1:], strict=True)
         ]
-        correlations = [float(scipy.stats.spearmanr(*pair).statistic) for pair in itertools.pairwise(far)]
+        correlations = [
+            float(scipy.stats.spearmanr(*pair).statistic) if all(np.ptp(each) > 0 for each in pair) else np.nan
+            for pair in itertools.pairwise(far)
+        ]
     predicted = int(np.argmax(np.asarray(next_logits(model, run))))
     agrees = int(np.argmax(np.asarray(blended.context.logits)[0])) == predicted
     return Distances(key, value, attention, np.array(correlations, np.float64), agrees)

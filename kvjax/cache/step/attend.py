@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import attention
+from kvjax.cache import parallel_contexts
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import free_slots, write
 from kvjax.cache.state import EMPTY, FAR, Block
@@ -213,6 +214,10 @@ def attend(
     """
     weights = [None] * len(reading.parts) if log_weight is None else pool.cut(log_weight)
     made, maps = problems(query, reading.parts, weights, pool, group, grows=not group.evicts, **options)
+    if group.parallel is not None:
+        (problem,) = made
+        output, own = parallel_contexts.attend(problem, pool.layer, group.parallel)
+        return attention.ungroup(output), own
     if unranked := group.unranked_stores if _unranked(pool, group) else 0:
         # What the policy has evicted has no statistics.
         made = [each.without_statistics() for each in made[:unranked]] + made[unranked:]

@@ -109,7 +109,15 @@ class AttentionOperands(NamedTuple):
     choice: Array | None = None
 
 
-def rotated(query: Array, key: Array, value: Array, block: Block, group: Group, args: LayerArgs) -> StepInputs:
+def rotated(
+    query: Array,
+    key: Array,
+    value: Array,
+    block: Block,
+    group: Group,
+    args: LayerArgs,
+    shift: Array | None = None,
+) -> StepInputs:
     """Rotates a step's queries and keys to their positions.
 
     Args:
@@ -119,13 +127,15 @@ def rotated(query: Array, key: Array, value: Array, block: Block, group: Group, 
       block: the tokens of the step.
       group: the policy and the storage.
       args: of the layer.
+      shift: [B] int32, by how much positions exceed those that the tokens are rotated to; None = 0.
     """
     rope, scale = args.rope, query.shape[-1] ** -0.5 if args.scale is None else args.scale
     if rope is None or group.policy.positions == "cache":
         return StepInputs(query, key, value, (query, key), key, args.guess, scale, None, None)
     frequencies = rope.frequencies(block.total)
     before = query, key
-    query, turned = (rope.rotate(x, block.position, frequencies) for x in before)
+    position = block.position if shift is None else block.position - shift[:, None]
+    query, turned = (rope.rotate(x, position, frequencies) for x in before)
     guess = None if args.guess is None else rope.rotate(args.guess, block.position, frequencies)
     if group.storage.frame == UNROTATED:
         # Keys are rotated to their positions in each step.

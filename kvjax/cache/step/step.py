@@ -16,6 +16,7 @@ import numpy as np
 
 from kvjax.cache.context_parallel import step as context_parallel
 from kvjax.cache.groups import Group
+from kvjax.cache.parallel_contexts import shift_of
 from kvjax.cache.state import Block, Layer, LayerKV
 from kvjax.cache.step import fused_kernel, on_device, prompt_replay
 from kvjax.cache.step.interface import AttentionOperands, LayerArgs, query_heads, rotated
@@ -97,7 +98,8 @@ def step(
     """
     _check(layer, query, key, value, block, budget)
     args = LayerArgs() if args is None else args
-    inputs = rotated(query, key, value, block, group, args)
+    shift = None if layer is None or group.parallel is None else shift_of(layer)
+    inputs = rotated(query, key, value, block, group, args, shift)
     if layer is not None and group.replaying:
         return prompt_replay.step(layer, inputs, block, group, args)
     if layer is not None and group.step_implementation is not None:

@@ -1,0 +1,54 @@
+"""Measures caches of chunks that are reused in another order: answers, and distances from a whole prefill.
+
+python -m experiments.chunk_reuse --model=smollm2-135m-instruct --text=FILE.txt --output=results/chunks.json
+python -m experiments.chunk_reuse --input=results/chunks.json --plot=results/chunks.png
+
+A request has six chunks of a text in which facts are hidden, and a question about one of them. Half of the facts are in
+one chunk (`whole`); of the others, a chunk has the beginning, and the next one the end (`divided`), which a cache of
+the chunk alone cannot know. Each method answers all requests: `prefill` computes everything; `reused` nothing; `blend`,
+`random` and `first` recompute a share of the tokens, by the deviation of values, at random, and at the beginning of
+each chunk; `craft` chooses among the caches of chunks in another order, and repairs them.
+"""
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from experiments import cli
+from kvjax.errors import ConfigError
+
+SHARES = ("0.05", "0.15", "0.3")
+METHODS = ("prefill", "reused", "blend", "random", "first", "craft")
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("model", "kvjax-tiny", "a checkpoint folder, a hub id or a model of kvjax", flag_values=values)
+    flags.DEFINE_string("text", None, "the text file that facts are hidden in", flag_values=values)
+    flags.DEFINE_integer("requests", 40, "number of requests, half of either kind", lower_bound=2, flag_values=values)
+    flags.DEFINE_integer("chunks", 6, "chunks of a request, an even number", lower_bound=2, flag_values=values)
+    flags.DEFINE_integer("tokens", 96, "tokens of a chunk", lower_bound=48, flag_values=values)
+    flags.DEFINE_string("prefix", "Here are some notes.\n", "the text before the chunks", flag_values=values)
+    flags.DEFINE_list("methods", list(METHODS), f"comma-separated, of {', '.join(METHODS)}", flag_values=values)
+    flags.DEFINE_list("shares", list(SHARES), "shares of tokens that are recomputed, in (0, 1)", flag_values=values)
+    flags.DEFINE_list("alphas", ["1"], "factors of the share that craft recomputes", flag_values=values)
+    flags.DEFINE_integer("distances", 4, "requests whose distances are measured", lower_bound=0, flag_values=values)
+    flags.DEFINE_integer("seed", 0, "of names, codes and orders", lower_bound=0, flag_values=values)
+    flags.DEFINE_string("input", None, "only plot the results in this file", flag_values=values)
+    flags.DEFINE_string("output", None, "write the results to this JSON file", flag_values=values)
+    flags.DEFINE_string("plot", None, "write the plot to this PNG file", flag_values=values)
+
+
+def main(argv: Sequence[str]) -> int:
+    _, values = cli.parse_flags(argv, about=str(__doc__), define=define)
+    if values.input is None and values.text is None:
+        raise ConfigError("give --text=FILE.txt, or --input=FILE.json to plot.")
+    if unknown := set(values.methods) - set(METHODS):
+        raise ConfigError(f"unknown methods {', '.join(sorted(unknown))}; valid are {', '.join(METHODS)}.")
+    # It imports jax, which `--help` does without.
+    from experiments.programs import chunk_reuse
+
+    return chunk_reuse.start(values, argv)
+
+
+if __name__ == "__main__":
+    cli.main(main)

@@ -1,0 +1,105 @@
+"""Contexts that share positions: worked cases, attention as it is at T = s = 1, and any order."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import contexts, policies, reuse
+from kvjax.cache.layer_stack import arranged_state
+from kvjax.errors import InputError
+from kvjax.numerics.statistics import Statistic
+from tests.reuse.test_chunks import CHUNKS, PREFIX, QUESTION, assert_close
+from tests.reuse.test_worked_examples import IDS, cases, divided, prefix_of, stories  # noqa: F401, a fixture
+from tests.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny().model
+
+
+@pytest.fixture(scope="module")
+def caches(model):
+    prefix = reuse.compute(model, PREFIX)
+    return [reuse.compute(model, each, prefix) for each in CHUNKS]
+
+
+def mass_of(tokens):
+    """A policy that keeps everything and sums what the last tokens of a prompt attended to."""
+    mass = Statistic("mass of the end", tail=tokens)
+    importance = policies.Importance(needs={mass}, score=lambda stats, view: stats["mass of the end"])
+    return policies.evict(importance=importance, budget=128, name="mass of the end")
+
+
+def test_worked_cases(stories, shared_data):  # noqa: F811
+    count = 0
+    for arguments, expect, given, expected in cases(shared_data, "parallel"):
+        prefix, question = prefix_of(stories, given), given["suffix"]
+        own = [reuse.compute(stories, each, prefix) for each in divided(given["contexts"], arguments["lengths"])]
+        options = {name: arguments[name] for name in ("temperature", "scale")}
+        made = reuse.parallel(stories, own, question, mass_of(len(question)), **options)
+        np.testing.assert_allclose(np.asarray(made.logits)[0, IDS], expected["logits"][-1], atol=2e-4)
+        for place, layer in enumerate((0, 4)):
+            group = arranged_state(made.state, ()).layers[layer][0]
+            order = np.argsort(np.where(group.position < 0, 1 << 30, group.position), axis=2)
+            mass = np.take_along_axis(np.asarray(group.stats["mass of the end"]), order, axis=2)[0]
+            np.testing.assert_allclose(mass[:, : expected["mass"].shape[2]], expected["mass"][place], atol=2e-5)
+        shift = int(np.asarray(arranged_state(made.state, ()).layers[0][0].marks["shift"])[0, 0])
+        assert len(made.text[0]) - len(question) - shift == expect["first_position"]
+        one = reuse.parallel(stories, own, question[:1], **options)
+        for number, logits in enumerate(expected["logits"]):
+            if number:
+                one = contexts.extend(stories, one, question[number : number + 1])
+            np.testing.assert_allclose(np.asarray(one.logits)[0, IDS], logits, atol=2e-4)
+        count += 1
+    assert count == 5
+
+
+def test_one_context_is_a_prefill(model, caches):
+    """And goes on like it, under a cache that evicts too, past the room that there was."""
+    for policy in (policies.full(), policies.window(16), policies.snapkv(12, window=4)):
+        made = reuse.parallel(model, caches[:1], QUESTION, policy, temperature=1.0, scale=1.0, room=20)
+        text = np.concatenate([PREFIX, CHUNKS[0], QUESTION])
+        plain = contexts.prefill(model, text, policy, room=20)
+        assert_close(made, plain)
+        turns = [contexts.extend(model, each, [[5, 9, 2]]) for each in (made, plain)]
+        assert_close(*turns)
+        answers = [contexts.decode(model, each, max_new_tokens=12) for each in turns]
+        np.testing.assert_array_equal(answers[0].tokens, answers[1].tokens)
+        assert_close(answers[0].context, answers[1].context)
+
+
+def test_the_order_of_contexts_does_not_matter(model, caches):
+    made = reuse.parallel(model, caches, QUESTION)
+    other = reuse.parallel(model, caches[::-1], QUESTION)
+    np.testing.assert_allclose(made.logits, other.logits, atol=1e-5)
+    answers = [contexts.decode(model, each, max_new_tokens=8) for each in (made, other)]
+    np.testing.assert_array_equal(answers[0].tokens, answers[1].tokens)
+    # It is not a prefill of all of them.
+    far = reuse.blend(model, caches, QUESTION, ratio=1.0).context
+    assert np.abs(np.asarray(made.logits) - np.asarray(far.logits)).max() > 1e-3
+
+
+def test_forks_and_joined_rows(model, caches):
+    one, two = (reuse.parallel(model, own, QUESTION, room=64) for own in (caches, caches[:2]))
+    both = contexts.join(one, two)
+    turned = contexts.extend(model, both, [[5, 9], [5, 9]])
+    for number, each in enumerate((one, two)):
+        own = contexts.extend(model, each, [[5, 9]])
+        np.testing.assert_allclose(turned.logits[number], own.logits[0], atol=1e-4)
+
+
+def test_what_is_refused(model, caches, tmp_path):
+    for options, match in (
+        ({"temperature": 0.0}, "temperature"),
+        ({"scale": -1.0}, "scale"),
+        ({"policy": policies.h2o(8)}, "cannot take over chunks"),
+        ({"policy": policies.streaming_llm(8)}, "positions="),
+        ({"question": []}, "token"),
+        ({"room": 3}, "smaller than the text"),
+    ):
+        arguments = {"question": QUESTION} | options
+        with pytest.raises(kvjax.KvjaxError, match=match):
+            reuse.parallel(model, caches, arguments.pop("question"), **arguments)
+    with pytest.raises(InputError, match="cannot be saved"):
+        contexts.save(tmp_path / "made", reuse.parallel(model, caches, QUESTION))
