@@ -56,7 +56,7 @@ class Made(NamedTuple):
 
     Attributes:
       context: after the question.
-      blended: of caches of chunks; None for a prefill.
+      blended: of caches of chunks; None for a prefill, and where chunks share positions.
     """
 
     context: Context
@@ -151,6 +151,7 @@ METHODS: dict[str, Callable[[Model, Request, float], Made]] = {
     "random": _random,
     "first": _first,
     "craft": _craft,
+    "parallel": lambda model, request, _: Made(reuse.parallel(model, request.caches, request.asked.question), None),
 }
 
 
@@ -184,7 +185,12 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
         encode, text, count=values.requests, chunks=values.chunks, tokens=values.tokens, seed=values.seed
     )
     prefix = reuse.compute(model, encode(values.prefix))
-    settings: dict[str, Sequence[float | None]] = {"craft": alphas, "prefill": [None], "reused": [None]}
+    settings: dict[str, Sequence[float | None]] = {
+        "craft": alphas,
+        "prefill": [None],
+        "reused": [None],
+        "parallel": [None],
+    }
     tallies = [
         Tally(method if setting is None else f"{method} {setting:g}", method, setting)
         for method in values.methods for setting in settings.get(method, shares)
@@ -223,7 +229,7 @@ def _measure(model: Model, request: Request, tally: Tally, *, distances: bool, f
     text = model.tokenizer.decode(np.asarray(answer.tokens[0]))
     tally.right[request.asked.kind].append(text.strip().startswith(request.asked.answer))
     if made.blended is None:
-        tally.shares.append(1.0)
+        tally.shares.append(1.0 if tally.method == "prefill" else 0.0)
         return
     chunked = slice(len(request.caches[0].prefix or ()), -len(request.asked.question))
     tally.shares.append(float(made.blended.active[:, chunked].mean()))
