@@ -7,8 +7,8 @@ A request has six chunks of a text in which facts are hidden, and a question abo
 one chunk (`whole`); of the others, a chunk has the beginning, and the next one the end (`divided`), which a cache of
 the chunk alone cannot know. Each method answers all requests: `prefill` computes everything; `reused` nothing; `blend`,
 `random` and `first` recompute a share of the tokens, by the deviation of values, at random, and at the beginning of
-each chunk; `craft` chooses among the caches of chunks in another order, and repairs them; `parallel` reads all chunks at
-the same positions.
+each chunk; `craft` chooses among the caches of chunks in another order, and repairs them; `parallel` reads all chunks
+at the same positions.
 """
 
 from collections.abc import Sequence

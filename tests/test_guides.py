@@ -95,6 +95,7 @@ def anchor_of(heading: str) -> str:
     [
         ("generation", "finished"),
         ("contexts", "answer"),
+        ("reuse", "edited"),
         ("speculation", "made"),
         ("budgets", "result"),
         ("how_it_works", "other"),

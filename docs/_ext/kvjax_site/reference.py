@@ -10,7 +10,7 @@ from kvjax_site.docstrings import escaped_rst, markdown, summary
 #: Public packages, in the order of the reference; a name that two of them have is described where it is first.
 PACKAGES = (
     "kvjax", "kvjax.policies", "kvjax.storage", "kvjax.selection", "kvjax.presets", "kvjax.cache", "kvjax.contexts",
-    "kvjax.speculation", "kvjax.speculation.rules",
+    "kvjax.reuse", "kvjax.transport", "kvjax.speculation", "kvjax.speculation.rules",
     "kvjax.serve", "kvjax.analysis", "kvjax.analysis.plots", "kvjax.analysis.submodular", "kvjax.training",
     "kvjax.planning", "kvjax.planning.capacity", "kvjax.lm_eval", "kvjax.numerics.statistics",
     "kvjax.generation.prefill", "kvjax.generation.generate", "kvjax.models.skew", "kvjax.products",
