@@ -96,6 +96,7 @@ def anchor_of(heading: str) -> str:
         ("generation", "finished"),
         ("contexts", "answer"),
         ("reuse", "edited"),
+        ("simulations", "made"),
         ("speculation", "made"),
         ("budgets", "result"),
         ("how_it_works", "other"),

@@ -45,6 +45,7 @@ RUN_BY = {
     "docs/migrating.md": "tests/test_guides.py::test_migrating_runs",
     "docs/policies.md": "tests/test_guides.py::test_what_the_page_makes",
     "docs/reuse.md": "tests/test_guides.py::test_blocks_run",
+    "docs/simulations.md": "tests/test_guides.py::test_blocks_run",
     "docs/speculation.md": "tests/test_guides.py::test_blocks_run",
     "docs/selections.md": "tests/test_docs.py::test_blocks_run",
     "docs/storages.md": "tests/storage/test_page.py::test_blocks_run",

@@ -88,8 +88,9 @@ class ChunkStore:
 
     Example::
 
-      store = kvjax.reuse.ChunkStore(model, prefix=kvjax.reuse.compute(model, [1]), max_bytes=1 << 30)
-      made = kvjax.reuse.blend(model, [store.get(each) for each in documents], question)
+      store = kvjax.reuse.ChunkStore(model, max_bytes=1 << 30)
+      chunks = [store.get(tokens[0, start : start + 96]) for start in (0, 96, 192)]
+      made = kvjax.reuse.blend(model, chunks, tokens[0, 500:], check=None, first=4)
     """
 
     def __init__(self, model: Model, *, prefix: ChunkCache | None = None, max_bytes: int, variants: int = 5) -> None:

@@ -12,7 +12,9 @@ PACKAGES = (
     "kvjax", "kvjax.policies", "kvjax.storage", "kvjax.selection", "kvjax.presets", "kvjax.cache", "kvjax.contexts",
     "kvjax.reuse", "kvjax.transport", "kvjax.speculation", "kvjax.speculation.rules",
     "kvjax.serve", "kvjax.analysis", "kvjax.analysis.plots", "kvjax.analysis.submodular", "kvjax.training",
-    "kvjax.planning", "kvjax.planning.capacity", "kvjax.lm_eval", "kvjax.numerics.statistics",
+    "kvjax.planning", "kvjax.planning.capacity", "kvjax.planning.serving_costs", "kvjax.planning.memory_layouts",
+    "kvjax.planning.preemption", "kvjax.planning.attention_traffic", "kvjax.planning.offload_shares",
+    "kvjax.lm_eval", "kvjax.numerics.statistics",
     "kvjax.generation.prefill", "kvjax.generation.generate", "kvjax.models.skew", "kvjax.products",
     "kvjax.errors",
 )  # fmt: skip
