@@ -1,4 +1,4 @@
-"""Contexts as bytes: keys and values in CacheGen's codes, all else as it is.
+"""Contexts as bytes: keys and values in the codes of CacheGen or KVTC, all else as it is.
 
 A message is a header, everything that is exact, and a record for each row and chunk of tokens, which has a checksum of
 its own and can be decoded by itself.
@@ -19,22 +19,24 @@ from jax.typing import DTypeLike
 from kvjax.arguments import plain_signature
 from kvjax.cache.groups import Group
 from kvjax.cache.layer_stack import arranged_state
+from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Layer
 from kvjax.contexts.description import describe, on_its_memory, restore, state_shapes
 from kvjax.errors import CheckpointError, InputError, shown
-from kvjax.generation.context import Context
+from kvjax.generation.context import Context, Made
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
-from kvjax.transport import cachegen, entropy, records, varint, vectors
+from kvjax.transport import entropy, records, varint, vectors
 from kvjax.transport.cachegen import CHUNK
-from kvjax.transport.records import Piece, Settings
+from kvjax.transport.codecs import CacheGen, Chunk, Codec, Coder, Shape
+from kvjax.transport.records import Parts, Piece
 from kvjax.transport.tables import Tables
 from kvjax.typing import JsonObject
 
-MAGIC = b"kvjax cachegen 1\n"
+MAGIC = b"kvjax context 2\n"
 HEADER = struct.Struct("<II")  # bytes of the header, and the checksum of it and of the exact parts
 
 
@@ -46,7 +48,7 @@ class Report:
       header: what describes the context.
       exact: logits, tokens, statistics, and all else that is not coded.
       positions: of the slots.
-      ranges: of the vectors.
+      ranges: of the vectors; under `KVTC`, the vectors that are exact.
       tables: counts that are sent with the codes.
       codes: keys and values.
       numbers: how many numbers keys and values are.
@@ -88,31 +90,28 @@ def encode(
     delta: bool = True,
     chunk: int = CHUNK,
     tables: Tables | None = None,
+    codec: Codec | None = None,
 ) -> bytes:
     """Encodes a context, to be sent or stored.
 
     Args:
       context: a context of any policy whose keys and values are held as they are (`kvjax.storage.dense`).
-      level: 1, 2 or 3, from the fewest bytes to the smallest error.
-      delta: whether vectors are coded as differences from the first one of ten. The released code of CacheGen has no
-        differences.
-      chunk: vectors of a head that are coded independently of others.
-      tables: of the model, from `kvjax.transport.make_tables`; None for those of each chunk, which are sent with it.
+      level: see `kvjax.transport.CacheGen`.
+      delta: see `kvjax.transport.CacheGen`.
+      chunk: see `kvjax.transport.CacheGen`.
+      tables: see `kvjax.transport.CacheGen`.
+      codec: `kvjax.transport.CacheGen` or `kvjax.transport.KVTC`; None = CacheGen with the arguments before.
 
     Raises:
-      InputError: arguments that are not valid, tables of another level, or numbers that are not finite.
+      InputError: arguments that are not valid, tables of another level, a transform of another model, or numbers that
+        are not finite.
     """
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk <= cachegen.MAX_CHUNK:
-        raise InputError(f"chunk must be a whole number from 1 to {cachegen.MAX_CHUNK}; got {shown(chunk)}.")
-    if not isinstance(delta, bool):
-        raise InputError(f"delta must be True or False; got {shown(delta)}.")
-    if tables is not None and (tables.level, tables.delta) != (level, delta):
-        raise InputError(f"the tables are of level={tables.level}, delta={tables.delta}; make others, or give these.")
+    codec = CacheGen(level, delta, chunk, tables) if codec is None else codec
     about = describe(context, "transport.encode")
     read = vectors.read(context)
-    settings = Settings(
-        cachegen.limits(len(read.layers), level), delta, chunk, entropy.coder(), read.num_heads, read.dim
-    )
+    shape = _shape(context.layout, read.num_heads, read.dim, read.state.layers[0][0].key.dtype, context.made)
+    by = entropy.coder()
+    coder = codec.coder(shape, by)
     positions = [np.asarray(own.position) for layer in read.state.layers for own in layer]
     exact = [context.logits, context.tokens, context.resolved, *jax.tree.leaves(vectors.without_slots(read.state))]
     parts = [
@@ -120,25 +119,26 @@ def encode(
         zlib.compress(b"".join(map(varint.encode, positions))),
     ]
     ideal, made = 0.0, []
+    totals = np.asarray(read.state.total)
     for row in range(len(positions[0])):
-        for part in _chunks(read.most(row), chunk):
+        most = read.most(row)
+        for part in _chunks(most, codec.chunk):
             layers = [
                 [
-                    Piece(side, head, own.sides[side][part])
+                    Piece(side, head, own.sides[side][part], own.position[part])
                     for group in groups
                     for side in range(2)
                     for head, own in zip(group.heads, group.rows[row], strict=True)
                 ]
                 for groups in read.layers
             ]
-            record, bits = records.write(layers, settings, None if tables is None else tables.layers)
-            made.append(record)
+            written, bits = coder.write(Chunk(layers, part.start, most, int(totals[row])))
+            made.append(records.joined(written))
             ideal += bits
     assert context.tokens is not None
     numbers = 2 * read.dim * sum(int((each >= 0).sum()) for each in positions)
     about |= {
-        "level": level, "delta": delta, "chunk": chunk, "coder": settings.coder,
-        "tables": None if tables is None else tables.digest, "tokens": list(context.tokens.shape),
+        "codec": codec.name, codec.name: codec.about(), "coder": by, "tokens": list(context.tokens.shape),
         "parts": [len(each) for each in parts], "records": len(made), "ideal_bits": ideal, "numbers": numbers,
         "original": numbers * read.state.layers[0][0].key.dtype.itemsize,
     }  # fmt: skip
@@ -154,6 +154,7 @@ def decode(
     policy: Policy | CacheSpec | None = None,
     *,
     tables: Tables | None = None,
+    codec: Codec | None = None,
     options: CacheOptions | None = None,
     **cache: Unpack[CacheKeywords],
 ) -> Context:
@@ -168,17 +169,22 @@ def decode(
       policy: that of the context, or its `CacheSpec`; None = as the bytes say, unless it is made of functions of the
         user's own.
       tables: those that `encode` was given.
+      codec: the one that `encode` was given; None = CacheGen, as the bytes say, with these tables.
       options: see `kvjax.CacheOptions`; limits and blocks are those of the context.
       cache: fields of the options.
 
     Raises:
-      CheckpointError: the bytes are damaged, cut off, or of another model, cache or tables.
+      CheckpointError: the bytes are damaged, cut off, or of another model, cache, codec or tables.
       ConfigError: they were coded by constriction, which is not installed.
     """
     options = (options or CacheOptions()).updated(cache, "decode")
     about, parts, found = _opened(data)
-    if about["tables"] != (None if tables is None else tables.digest):
-        raise CheckpointError("the message was encoded with other tables; give those that `encode` was given.")
+    codec = _codec_of(about, tables) if codec is None else codec
+    if (about["codec"], about.get(codec.name)) != (codec.name, codec.about()):
+        raise CheckpointError(
+            f"the message was encoded by another codec: {about['codec']}, {shown(about.get(about['codec']))}; give the "
+            "one that `encode` was given."
+        )
     restored = restore(about, model, policy, options, "the message")
     layout, model = restored.layout, restored.made.model
     rows, width = about["tokens"]
@@ -195,18 +201,18 @@ def decode(
          for group, own in zip(groups, layer, strict=True)]
         for groups, layer in zip(layout.decode, shapes.layers, strict=True)
     ]  # fmt: skip
-    settings = Settings(
-        cachegen.limits(len(empty), about["level"]), about["delta"], about["chunk"], about["coder"],
-        sum(len(group.heads) for group in empty[0]), model.config.head_dim,
-    )  # fmt: skip
+    heads = sum(len(group.heads) for group in empty[0])
+    shape = _shape(layout, heads, model.config.head_dim, np.dtype(layout.dtype), restored.made)
+    coder = codec.coder(shape, about["coder"])
+    totals = np.asarray(rest.total)
     used = 0
     for row in range(rows):
         live = [[group.live(row) for group in layer] for layer in empty]
         most = max(len(slots) for layer in live for heads in layer for slots in heads)
-        for part in _chunks(most, settings.chunk):
+        for part in _chunks(most, codec.chunk):
             if used == len(found):
                 raise CheckpointError("the message is cut off: a record is missing.")
-            _fill(found[used], empty, live, row, part, settings, tables)
+            _fill(found[used], empty, live, row, part, coder, most, int(totals[row]))
             used += 1
     if used != len(found):
         raise CheckpointError("the message is damaged: it has more records than its context.")
@@ -262,32 +268,53 @@ class _Slots(NamedTuple):
 
 
 def _fill(
-    record: tuple[bytes, bytes, bytes],
+    record: Parts,
     empty: list[list[_Slots]],
     live: list[list[list[np.ndarray]]],
     row: int,
     part: slice,
-    settings: Settings,
-    tables: Tables | None,
+    coder: Coder,
+    most: int,
+    total: int,
 ) -> None:
     """Decodes a record into the slots of a row."""
 
-    def piece(side: int, head: int, count: int) -> Piece:
-        return Piece(side, head, np.empty((count, settings.dim), np.float32))
+    def piece(group: _Slots, side: int, place: int, head: int, slots: np.ndarray) -> Piece:
+        dim = group.key.shape[3]
+        return Piece(side, head, np.empty((len(slots), dim), np.float32), group.position[row, place, slots])
 
     targets = [
         [
-            (group.sides[side], place, slots[part], piece(side, head, len(slots[part])))
+            (group.sides[side], place, slots[part], piece(group, side, place, head, slots[part]))
             for group, heads in zip(layer, held, strict=True)
             for side in range(2)
             for place, (head, slots) in enumerate(zip(group.heads, heads, strict=True))
         ]
         for layer, held in zip(empty, live, strict=True)
     ]  # fmt: skip
-    pieces = [[own for *_, own in layer] for layer in targets]
-    records.read(record, pieces, settings, None if tables is None else tables.layers)
+    coder.read(record, Chunk([[own for *_, own in layer] for layer in targets], part.start, most, total))
     for array, place, slots, own in itertools.chain(*targets):
         array[row, place, slots] = own.x
+
+
+def _shape(layout: CacheLayout, heads: int, dim: int, dtype: np.dtype, made: Made | None) -> Shape:
+    """Returns the shape of keys and values, and how keys are rotated."""
+    assert made is not None
+    config = made.model.config
+    ropes = tuple(
+        config.kind(index).rope if vectors.unrotates(groups[0]) else None for index, groups in enumerate(layout.decode)
+    )
+    return Shape(heads, dim, np.dtype(dtype), ropes)
+
+
+def _codec_of(about: JsonObject, tables: Tables | None) -> Codec:
+    """Returns the codec that a message says, with tables that it does not bring."""
+    if about["codec"] != CacheGen.name:
+        raise CheckpointError(f"the message was encoded by {about['codec']}; give its codec=.")
+    own = about[CacheGen.name]
+    if own["tables"] != (None if tables is None else tables.digest):
+        raise CheckpointError("the message was encoded with other tables; give those that `encode` was given.")
+    return CacheGen(own["level"], own["delta"], own["chunk"], tables)
 
 
 class _Arrays:
@@ -311,7 +338,7 @@ class _Arrays:
             raise CheckpointError("the message is damaged: its arrays are not those of the context.")
 
 
-def _opened(data: bytes) -> tuple[JsonObject, list[bytes], list[tuple[bytes, bytes, bytes]]]:
+def _opened(data: bytes) -> tuple[JsonObject, list[bytes], list[Parts]]:
     """Returns the header, the exact parts and the records of a message, all of whose checksums are right."""
     if not isinstance(data, bytes | bytearray | memoryview):
         raise InputError(f"data must be bytes, from kvjax.transport.encode; got {shown(data)}.")

@@ -44,19 +44,27 @@ class Piece(NamedTuple):
       side: 0 = keys, 1 = values.
       head: the KV head.
       x: [n, D] float32, what is written, or is filled.
+      position: [n] int32, of the tokens.
     """
 
     side: int
     head: int
     x: np.ndarray
+    position: np.ndarray
 
 
+Parts = tuple[bytes, bytes, bytes]  # of a record: ranges, tables and codes
 Layers = Sequence[Sequence[Piece]]
 LayerTables = Sequence[tuple[Pair, Pair]]
 
 
-def write(layers: Layers, settings: Settings, tables: LayerTables | None) -> tuple[bytes, float]:
-    """Returns a record, and the bits that its codes have by the tables.
+def joined(parts: Parts) -> bytes:
+    """Returns a record of its parts."""
+    return HEAD.pack(*map(len, parts), zlib.crc32(b"".join(parts))) + b"".join(parts)
+
+
+def write(layers: Layers, settings: Settings, tables: LayerTables | None) -> tuple[Parts, float]:
+    """Returns the parts of a record, and the bits that its codes have by the tables.
 
     Args:
       layers: the pieces of each layer.
@@ -94,11 +102,10 @@ def write(layers: Layers, settings: Settings, tables: LayerTables | None) -> tup
         stream = entropy.compress(streams, settings.coder)
         codes_bytes += [STREAM.pack(len(stream)), stream]
     ranges = b"".join(made.ranges.astype("<f2").tobytes() for made in itertools.chain(*coded))
-    parts = (ranges, sent, b"".join(codes_bytes))
-    return HEAD.pack(*map(len, parts), zlib.crc32(b"".join(parts))) + b"".join(parts), ideal
+    return (ranges, sent, b"".join(codes_bytes)), ideal
 
 
-def split_records(data: memoryview) -> Iterator[tuple[bytes, bytes, bytes]]:
+def split_records(data: memoryview) -> Iterator[Parts]:
     """Yields the ranges, the tables and the codes of each record.
 
     Raises:
@@ -119,7 +126,7 @@ def split_records(data: memoryview) -> Iterator[tuple[bytes, bytes, bytes]]:
         data = data[HEAD.size + sum(sizes) :]
 
 
-def read(record: tuple[bytes, bytes, bytes], layers: Layers, settings: Settings, tables: LayerTables | None) -> None:
+def read(record: Parts, layers: Layers, settings: Settings, tables: LayerTables | None) -> None:
     """Decodes a record into the arrays of its pieces; see `write`.
 
     Raises:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.groups import Group
@@ -10,6 +11,7 @@ from kvjax.cache.layer_stack import arranged_state
 from kvjax.cache.state import KVState, Layer, LayerKV, exact_store
 from kvjax.errors import InputError
 from kvjax.generation.context import Context
+from kvjax.numerics.rope import Rope
 from kvjax.parallel import distributed
 
 
@@ -18,10 +20,12 @@ class Head(NamedTuple):
 
     Attributes:
       slots: [n] int, in the order of their positions.
+      position: [n] int32, of their tokens.
       sides: keys and values, [n, D] float32 each.
     """
 
     slots: np.ndarray
+    position: np.ndarray
     sides: tuple[np.ndarray, np.ndarray]
 
 
@@ -84,6 +88,63 @@ def read(context: Context) -> Vectors:
     return Vectors(layers, num_heads, state.layers[0][0].dim, state)
 
 
+class TokenVectors(NamedTuple):
+    """The tokens of a row in a layer whose heads hold the same positions.
+
+    Attributes:
+      position: [n] int32, ascending.
+      sides: the keys, not rotated, and the values of all heads, [n, K * D] float32 each.
+    """
+
+    position: np.ndarray
+    sides: tuple[np.ndarray, np.ndarray]
+
+
+def by_token(context: Context) -> list[list[TokenVectors]]:
+    """Returns the vectors of all heads of each layer and row, with keys as they were before rotation.
+
+    Raises:
+      InputError: see `read`; or heads hold different positions.
+    """
+    assert context.made is not None
+    found = read(context)
+    config = context.made.model.config
+    total = np.asarray(found.state.total)
+    layers = []
+    for index, groups in enumerate(found.layers):
+        rope = config.kind(index).rope if unrotates(context.layout.decode[index][0]) else None
+        layers.append([_tokens_of(groups, row, rope, int(total[row])) for row in range(len(total))])
+    return layers
+
+
+def unrotates(group: Group) -> bool:
+    """Returns whether keys are held as they are at their positions."""
+    return group.policy.positions == "original"
+
+
+def _tokens_of(groups: list[GroupVectors], row: int, rope: Rope | None, total: int) -> TokenVectors:
+    """Returns the tokens of a row in a layer."""
+    heads = [own for group in groups for own in zip(group.heads, group.rows[row], strict=True)]
+    heads.sort(key=lambda each: each[0])
+    position = heads[0][1].position
+    if any(not np.array_equal(position, own.position) for _, own in heads):
+        raise InputError("heads hold different positions, which KVTC codes together; use CacheGen's codes.")
+    # [K, n, D]
+    key, value = (np.stack([own.sides[side] for _, own in heads]) for side in range(2))
+    if rope is not None:
+        key = turned(rope, key, position, total, back=True)
+    joined = (each.swapaxes(0, 1).reshape(len(position), -1) for each in (key, value))
+    one, two = joined
+    return TokenVectors(position, (one, two))
+
+
+def turned(rope: Rope, key: np.ndarray, position: np.ndarray, total: int, *, back: bool) -> np.ndarray:
+    """Rotates keys [K, n, D] float32 to positions [n], or back."""
+    at, length = jnp.asarray(position[None]), jnp.full((1,), total, jnp.int32)
+    turn = rope.unrotate if back else rope.rotate
+    return np.array(turn(jnp.asarray(key[None]), at, rope.frequencies(length))[0])
+
+
 def without_slots(state: KVState) -> KVState:
     """Returns a cache whose layers have neither positions nor slots."""
     return state.replace(
@@ -109,4 +170,4 @@ def filled(own: LayerKV, position: Any, key: Any, value: Any) -> LayerKV:
 
 def _head(position: np.ndarray, key: np.ndarray, value: np.ndarray) -> Head:
     slots = live_slots(position)
-    return Head(slots, (key[slots].astype(np.float32), value[slots].astype(np.float32)))
+    return Head(slots, position[slots], (key[slots].astype(np.float32), value[slots].astype(np.float32)))
