@@ -2,17 +2,18 @@
 
 import atexit
 import functools
+import hashlib
 import json
 import os
 import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Unpack
+from typing import ClassVar, Protocol, Unpack
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from kvjax.policies.base import Policy
 from kvjax.typing import JsonObject
 
 ABOUT, ARRAYS, STATE = "context.json", "arrays.npz", "state"  # the files of a saved context
+MESSAGE = "context.bin"  # instead of the arrays, where a codec was given
 FORMAT = 2
 _unfinished = set[Future[None]]()
 
@@ -49,6 +51,22 @@ def _raise_errors() -> None:
 def _forget_success(future: Future[None]) -> None:
     if future.exception() is None:
         _unfinished.discard(future)
+
+
+class ContextCodec(Protocol):
+    """A codec of contexts, such as `kvjax.transport.CacheGen`.
+
+    Attributes:
+      name: of the codec.
+    """
+
+    name: ClassVar[str]
+
+    def encode(self, context: Context) -> bytes:
+        """Returns a context as bytes."""
+
+    def decode(self, data: bytes, model: Model, policy: Policy | CacheSpec | None, options: CacheOptions) -> Context:
+        """Returns the context of bytes; see `load`."""
 
 
 class Saving:
@@ -79,19 +97,21 @@ class Saving:
         return self._future.done()
 
 
-def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
+def save(folder: str | Path, context: Context, *, codec: ContextCodec | None = None, wait: bool = True) -> Saving:
     """Saves a context; see `load`. The folder is there whole or not at all.
 
     Args:
       folder: a new folder.
       context: from `kvjax.contexts.prefill` or another function of contexts.
+      codec: of keys and values, `kvjax.transport.CacheGen` or `kvjax.transport.KVTC`; None = they are saved as they
+        are, equal to the bit.
       wait: whether to return when the folder is finished. If not, the arrays are copied to the host before the function
         returns, so that they may be donated afterwards, and are written by a thread; an error is raised by ``result``
         of what is returned, or when Python ends.
 
     Raises:
       CheckpointError: the folder exists, or cannot be written.
-      InputError: the model and the cache of the context are not known.
+      InputError: the model and the cache of the context are not known, or the codec cannot code them.
       ConfigError: the model is divided over several processes.
     """
     path = Path(folder).expanduser().resolve()
@@ -100,6 +120,8 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
     assert tokens is not None and resolved is not None
     if path.exists():
         raise CheckpointError(f"{path} exists already; save to a new folder.")
+    if codec is not None:
+        return _saved(functools.partial(_write_message, path, codec.name, codec.encode(context)), wait)
     state, logits = distributed.to_host((context.state, context.logits))
     about |= {"format": FORMAT, "state": arrays_digest(state, logits, tokens, resolved)}
     about["about"] = fields_digest(about)
@@ -110,6 +132,10 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
             np.savez(unfinished / ARRAYS, tokens=tokens, logits=logits, resolved=resolved)
             (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
 
+    return _saved(write, wait)
+
+
+def _saved(write: Callable[[], None], wait: bool) -> Saving:
     future = _writer().submit(write)
     _unfinished.add(future)
     future.add_done_callback(_forget_success)
@@ -119,12 +145,21 @@ def save(folder: str | Path, context: Context, *, wait: bool = True) -> Saving:
     return saving
 
 
+def _write_message(path: Path, name: str, data: bytes) -> None:
+    about = {"format": FORMAT, "codec": name, "message": hashlib.sha256(data).hexdigest()}
+    about["about"] = fields_digest(about)
+    with finished_folder(path) as unfinished:
+        (unfinished / MESSAGE).write_bytes(data)
+        (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+
+
 @cache_keywords()
 def load(
     folder: str | Path,
     model: Model,
     policy: Policy | CacheSpec | None = None,
     *,
+    codec: ContextCodec | None = None,
     options: CacheOptions | None = None,
     **cache: Unpack[CacheKeywords],
 ) -> Context:
@@ -135,12 +170,13 @@ def load(
       model: that of the context.
       policy: that of the context, or its `CacheSpec`; None = as the folder says, unless it is made of functions of the
         user's own.
+      codec: the one that it was saved with; None = none.
       options: see `kvjax.CacheOptions`; limits and blocks are those of the context.
       cache: fields of the options.
 
     Raises:
-      CheckpointError: the folder is missing or damaged, or is of another model or cache; the message names all that
-        differs.
+      CheckpointError: the folder is missing or damaged, or is of another model, cache or codec; the message names all
+        that differs.
       PolicyError: see `kvjax.generate`.
       StorageError: see `kvjax.generate`.
     """
@@ -152,6 +188,12 @@ def load(
         raise CheckpointError(f"{path} is not a context of this version of kvjax: format {about.get('format')!r}.")
     if about.get("about") != fields_digest(about):
         raise CheckpointError(f"{path} is damaged: {ABOUT} is not as it was saved.")
+    name = about.get("codec")
+    if name != (None if codec is None else codec.name):
+        given = "no codec" if codec is None else f"codec {codec.name}"
+        raise CheckpointError(f"{path} was saved with {'no codec' if name is None else f'codec {name}'}; got {given}.")
+    if codec is not None:
+        return codec.decode(_read_message(path, about), model, policy, options)
     layout, runs, rows, boundaries, made = restore(about, model, policy, options, path)
     try:
         with np.load(path / ARRAYS) as arrays:
@@ -166,6 +208,16 @@ def load(
         raise CheckpointError(f"{path} is damaged: its arrays are not those that were saved.")
     state = arranged_state(state, runs)
     return Context(model.place(logits), state, layout, tokens, rows, boundaries, made, resolved)
+
+
+def _read_message(path: Path, about: JsonObject) -> bytes:
+    try:
+        data = (path / MESSAGE).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from None
+    if hashlib.sha256(data).hexdigest() != about.get("message"):
+        raise CheckpointError(f"{path} is damaged: {MESSAGE} is not as it was saved.")
+    return data
 
 
 @contextmanager

@@ -2,13 +2,18 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from kvjax.arguments import count_argument
+from kvjax.cache.spec import CacheSpec
 from kvjax.errors import CheckpointError, InputError, shown
+from kvjax.generation.context import Context
+from kvjax.generation.options import CacheOptions
+from kvjax.models.model import Model
 from kvjax.numerics.rope import Rope
+from kvjax.policies.base import Policy
 from kvjax.transport import cachegen, entropy, records
 from kvjax.transport.entropy import Symbols
 from kvjax.transport.records import Parts, Piece, Settings
@@ -84,6 +89,28 @@ class Codec(Protocol):
         """Returns the coder of a cache; `by` is the entropy coder."""
 
 
+class OfContexts:
+    """The codec as `kvjax.contexts.save` and `kvjax.contexts.load` take it."""
+
+    def encode(self, context: Context) -> bytes:
+        """Returns a context as bytes; see `kvjax.transport.encode`."""
+        from kvjax.transport import messages  # which imports this module
+
+        return messages.encode(context, codec=cast(Codec, self))
+
+    def decode(
+        self,
+        data: bytes,
+        model: Model,
+        policy: Policy | CacheSpec | None = None,
+        options: CacheOptions | None = None,
+    ) -> Context:
+        """Returns the context of bytes; see `kvjax.transport.decode`."""
+        from kvjax.transport import messages
+
+        return messages.decode(data, model, policy, codec=cast(Codec, self), options=options)
+
+
 def check_chunk(chunk: object) -> None:
     """Checks the number of tokens of a chunk.
 
@@ -95,7 +122,7 @@ def check_chunk(chunk: object) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheGen:
+class CacheGen(OfContexts):
     """CacheGen's codes (arXiv:2310.07240): differences from the first vector of ten, in few whole numbers.
 
     Attributes:
@@ -150,7 +177,7 @@ class CacheGenCoder:
 
 
 @dataclasses.dataclass(frozen=True)
-class KVTC:
+class KVTC(OfContexts):
     """KVTC (arXiv:2511.01815): principal components of the keys before rotation, and of the values, of all heads.
 
     The first and the newest tokens are held exactly. All heads must hold the same positions.

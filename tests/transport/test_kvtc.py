@@ -122,6 +122,28 @@ def test_a_file_and_damage(fitted, tmp_path):
         transport.Transform.load(tmp_path / "nothing.npz")
 
 
+@pytest.mark.parametrize("name", ["cachegen", "kvtc"])
+def test_a_folder_in_codes(fitted, tmp_path, name):
+    context = context_of()
+    codec = transport.CacheGen(level=3) if name == "cachegen" else transport.KVTC(fitted, recent=9)
+    contexts.save(tmp_path / "coded", context, codec=codec, wait=False).result()
+    model = context.made.model
+    found = contexts.load(tmp_path / "coded", model, codec=codec)
+    expected = transport.decode(transport.encode(context, codec=codec), model, codec=codec)
+    for one, two in zip(jax.tree.leaves(found.state), jax.tree.leaves(expected.state), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert found.boundaries == context.boundaries
+    with pytest.raises(CheckpointError, match=f"with codec {name}; got no codec"):
+        contexts.load(tmp_path / "coded", model)
+    contexts.save(tmp_path / "plain", context)
+    with pytest.raises(CheckpointError, match=f"with no codec; got codec {name}"):
+        contexts.load(tmp_path / "plain", model, codec=codec)
+    file = tmp_path / "coded" / "context.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="not as it was saved"):
+        contexts.load(tmp_path / "coded", model, codec=codec)
+
+
 def test_what_is_refused(fitted):
     with pytest.raises(InputError, match="hold different positions"):
         transport.encode(context_of(policies.h2o(12)), codec=transport.KVTC(fitted))
