@@ -42,6 +42,7 @@ COMMANDS = {
         "paper": Command("experiments.paper", "measure tables and figures of H2O, RoCo and InfiniGen by name"),
         "after-prompt": Command("experiments.after_prompt", "score tokens after a prompt, and compare pair by pair"),
         "read-fraction": Command("experiments.read_fraction", "measure recall by the share of slots that are read"),
+        "context-bytes": Command("experiments.context_bytes", "measure contexts as bytes, for codecs and storages"),
         "chunk-reuse": Command("experiments.chunk_reuse", "ask about facts in chunks whose caches are reused"),
         "train": Command("experiments.train", "train a small decoder, and export it as a Hugging Face folder"),
         "tune": Command("experiments.tune", "fine-tune a model through a cache, and measure the gap to the full cache"),

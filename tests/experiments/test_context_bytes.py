@@ -1,0 +1,42 @@
+"""Contexts as bytes, from the command line."""
+
+import json
+
+import numpy as np
+import pytest
+
+import experiments.context_bytes
+from experiments.runs import data
+from kvjax.errors import ConfigError
+
+
+@pytest.mark.sampled(0)
+def test_a_small_table(tmp_path, capsys):
+    text, output = tmp_path / "text.txt", tmp_path / "made.json"
+    text.write_text(data.generated_text(6000))
+    arguments = ["--rows=2", "--calibration=2", "--prompt=96", "--scored=16", "--ratios=4", "--storages=int8,nothing"]
+    argv = ["context_bytes", f"--text={text}", f"--output={output}", *arguments]
+    assert experiments.context_bytes.main(argv) == 0
+    shown, made = capsys.readouterr(), json.loads(output.read_text())
+    found = {each["name"]: each for each in made["results"]}
+    assert found["exact, float32"]["bits"] == 32 and found["float16"]["bits"] == 16
+    assert found["storage int8"]["bits"] == 9 and "nothing" in shown.err
+    levels = [found[f"CacheGen {level}, no differences"] for level in (1, 2, 3)]
+    assert [each["bits"] for each in levels] == sorted(each["bits"] for each in levels)
+    assert all(each["bits"] >= each["ideal"] for each in found.values() if each["ideal"] is not None)
+    assert found["KVTC 4, no recent tokens"]["bits"] < found["KVTC 4"]["bits"]
+    for each in found.values():
+        assert len(each["nats"]) == 2 and np.abs(np.subtract(each["nats"], found["exact, float32"]["nats"])).max() < 1
+        assert each["name"] in shown.out
+    assert str(tmp_path) not in output.read_text()
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--text"):
+        experiments.context_bytes.main(["context_bytes"])
+    (tmp_path / "text.txt").write_text("It was late.")
+    arguments = ["context_bytes", f"--text={tmp_path}/text.txt"]
+    with pytest.raises(ConfigError, match="may have 1024 tokens"):
+        experiments.context_bytes.main([*arguments, "--prompt=1000", "--scored=100"])
+    with pytest.raises(ConfigError, match="must be numbers"):
+        experiments.context_bytes.main([*arguments, "--ratios=many"])
