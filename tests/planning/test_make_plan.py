@@ -286,6 +286,7 @@ def test_given_mesh_is_used_even_if_smaller_than_the_topology():
 
 
 @needs_libtpu
+@pytest.mark.sampled(0)
 def test_tpu_holds_no_second_copy_of_the_weights():
     """At OPT-30B's own widths, where the compiler once kept transposed query, key and value kernels."""
     config = dataclasses.replace(OPT_30B, num_layers=2, windows=())

@@ -21,7 +21,7 @@ def context_of(policy=None, lengths=(60, 47), layers=2):
 
 @pytest.fixture(scope="module")
 def fitted():
-    """Of other texts."""
+    """A transform that was computed from other texts."""
     return transport.fit_transform([context_of(lengths=(64, 50)), context_of(lengths=(55,))], ratio=4)
 
 
@@ -51,6 +51,7 @@ def test_a_transform_is_of_orthonormal_components_of_falling_variance(fitted):
         assert (np.diff(own.bits) <= 0).mean() > 0.8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", [None, policies.window(30, sinks=2), policies.full(positions="cache")])
 def test_a_message_has_what_the_codes_say(fitted, policy):
     context = context_of(policy)
@@ -122,7 +123,8 @@ def test_a_file_and_damage(fitted, tmp_path):
         transport.Transform.load(tmp_path / "nothing.npz")
 
 
-@pytest.mark.parametrize("name", ["cachegen", "kvtc"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["kvtc", "cachegen"])
 def test_a_folder_in_codes(fitted, tmp_path, name):
     context = context_of()
     codec = transport.CacheGen(level=3) if name == "cachegen" else transport.KVTC(fitted, recent=9)
