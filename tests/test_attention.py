@@ -1,6 +1,7 @@
 """Attention in XLA against a naive n × S computation in float64; and over parts of the slots, against the whole."""
 
 import functools
+import json
 import re
 
 import jax
@@ -544,3 +545,30 @@ def test_a_wrong_shape_or_dtype_is_noticed(change):
 def test_an_attended_part_is_a_pytree():
     leaves = jax.tree.leaves(Attended(jnp.zeros(1), None))
     assert len(leaves) == 1
+
+
+def test_worked_parts_of_attention(shared_data):
+    """Parts with temperatures and exponents, as `kvjax.reuse.parallel` has them."""
+    arrays, count = np.load(shared_data / "examples" / "reuse_cases.npz"), 0
+    for number, case in enumerate(json.loads(bytes(arrays["cases"]))):
+        if case["kind"] != "merge":
+            continue
+        about, own = case["arguments"], {name: arrays[f"{number}_{name}"] for name in case["outputs"]}
+        logits, values = (jnp.asarray(arrays[f"{number}_in_{name}"]) for name in ("logits", "values"))
+        ends = np.cumsum(about["sizes"])[:-1]
+        temperatures = about.get("temperatures", [1.0] * len(about["sizes"]))
+        parts = []
+        for place, (part, value) in enumerate(
+            zip(jnp.split(logits, ends, axis=2), jnp.split(values, ends), strict=True)
+        ):
+            part = part / temperatures[place]
+            lse = jax.nn.logsumexp(part, axis=2)
+            output = jnp.where(jnp.isfinite(lse)[..., None], jax.nn.softmax(part, axis=2) @ value, 0.0)
+            np.testing.assert_allclose(output, own["part_out"][place], atol=1e-5)
+            np.testing.assert_allclose(lse, own["part_lse"][place], atol=1e-5)
+            parts.append(attention.Attended(output[None, None], about["exponents"][place] * lse[None, None]))
+        combined = attention.combine(*parts)
+        np.testing.assert_allclose(combined.output[0, 0], own["out"], atol=1e-5)
+        np.testing.assert_allclose(combined.lse[0, 0], own["lse"], atol=1e-5)
+        count += 1
+    assert count == 5
