@@ -31,8 +31,9 @@ PROGRAM = "python -m experiments.chunk_reuse"
 #: Flags that do not change a result, or name a file of this machine.
 SILENT = ("--output", "--plot", "--text")
 NEW_TOKENS = 8  # of an answer, of which the digits are the beginning
-#: How a method is drawn, by what its name begins with.
-SHARED = {"prefill": "the whole prefill", "reused": "nothing recomputed"}
+#: The labels of methods in a plot, where these are not their names.
+LABELS = {"prefill": "whole prefill, 95 %", "reused": "nothing recomputed"}
+BESIDE = 0.5  # percent of tokens between the points of two methods that recompute as much
 
 
 class Request(NamedTuple):
@@ -247,20 +248,25 @@ def _report(tallies: Sequence[Tally], plot: str | None, weights: str) -> None:
 
 def _drawn(tallies: Sequence[Tally], weights: str) -> bytes:
     """Draws the answers of each method by the share that it recomputes."""
-    methods = [*dict.fromkeys(each.method for each in tallies)]
+    methods = [*dict.fromkeys(each.method for each in tallies if each.method != "prefill")]
     colors = plots.colors(methods)
     figure, axes = plots.new_figure(len(KINDS), sharey=True, figsize=(10, 4.5))
     axes = axes[0]
     for kind, own in zip(KINDS, axes, strict=True):
-        for method in methods:
+        for whole in (each for each in tallies if each.method == "prefill" and each.right[kind]):
+            low, high = _interval(whole.right[kind])
+            own.axhspan(low, high, color="0.93", lw=0)
+            own.axhline(100 * np.mean(whole.right[kind]), color="0.5", ls="--", label=LABELS["prefill"])
+        for number, method in enumerate(methods):
             of = sorted((each for each in tallies if each.method == method), key=lambda each: np.mean(each.shares))
-            x = [100 * float(np.mean(each.shares)) for each in of]
+            # Beside each other, where several methods recompute as much.
+            x = [100 * float(np.mean(each.shares)) + BESIDE * (number - len(methods) / 2) for each in of]
             y = [100 * float(np.mean(each.right[kind])) for each in of]
-            low, high = zip(*(_interval(each.right[kind]) for each in of), strict=True)
+            lows, highs = zip(*(_interval(each.right[kind]) for each in of), strict=True)
             own.errorbar(
-                x, y, [np.subtract(y, low), np.subtract(high, y)], marker="o", capsize=2, color=colors[method],
-                label=SHARED.get(method, method),
+                x, y, [np.subtract(y, lows), np.subtract(highs, y)], marker="o", capsize=2, color=colors[method],
+                label=LABELS.get(method, method),
             )  # fmt: skip
         plots.style(own, f"facts that are {kind}", "tokens recomputed, %", "answers that are right, %")
-    axes[0].legend(fontsize=8)
+    axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return plots.png(figure, weights)
