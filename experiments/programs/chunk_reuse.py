@@ -237,7 +237,10 @@ def _measure(model: Model, request: Request, tally: Tally, *, distances: bool, f
     if distances:
         far = reuse.distances(model, made.blended)
         for name, found in tally.distances.items():
-            found.append(float(np.mean(getattr(far, name))))
+            own = np.asarray(getattr(far, name))
+            # Where caches are those of the prefill, or there is one chunk, nothing is correlated.
+            if own.size and np.isfinite(own).all():
+                found.append(float(own.mean()))
 
 
 def _report(tallies: Sequence[Tally], plot: str | None, weights: str) -> None:
