@@ -120,6 +120,9 @@ def _check_alike(first: Context, second: Context) -> None:
             one, two = (getattr(made.spec, name) for made in (first.made, second.made))
             if one != two:
                 different.append(f"the {name}, {one!r} and {two!r}")
+        one, two = ({group.parallel for group in each.layout.groups} for each in (first, second))
+        if one != two:
+            different.append(f"how contexts that share positions are attended to, {one} and {two}")
     elif _without_slots(first.layout) != _without_slots(second.layout):
         different.append("the groups of heads of their layouts")
     if different:

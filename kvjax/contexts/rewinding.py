@@ -69,6 +69,8 @@ def reason_against(layout: CacheLayout) -> str | None:
         return f"{layout.name} evicts, and what it has evicted does not come back"
     if any(group.needs or group.memory or group.writes for group in layout.groups):
         return f"{layout.name} has statistics of all queries"
+    if any(group.parallel is not None for group in layout.groups):
+        return f"{layout.name} has contexts that share positions"
     if not takes_blocks(layout.decode):
         return f"{layout.name} encodes tokens, or has an index of them"
     return None

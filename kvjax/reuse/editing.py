@@ -279,6 +279,8 @@ def _refuses(config: DecoderConfig, layout: CacheLayout) -> str | None:
             return f"storage {storage.label} was fitted to the prompt"
         if rotated and not storage.exact:
             return f"storage {storage.label} has keys in codes that are rotated to their positions"
+        if group.parallel is not None:
+            return "it has contexts that share positions"
         if group.memory:
             return f"policy {group.policy.name} remembers queries by their positions"
     return reason_for_steps(layout.decode)

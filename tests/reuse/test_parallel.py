@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import contexts, policies, reuse
+from kvjax import contexts, policies, reuse, transport
 from kvjax.cache.layer_stack import arranged_state
 from kvjax.errors import InputError
 from kvjax.numerics.statistics import Statistic
@@ -104,5 +104,17 @@ def test_what_is_refused(model, caches, tmp_path):
         arguments = {"question": QUESTION} | options
         with pytest.raises(kvjax.KvjaxError, match=match):
             reuse.parallel(model, caches, arguments.pop("question"), **arguments)
-    with pytest.raises(InputError, match="cannot be saved"):
-        contexts.save(tmp_path / "made", reuse.parallel(model, caches, QUESTION))
+    made = reuse.parallel(model, caches, QUESTION)
+    plain = reuse.blend(model, caches, QUESTION).context
+    colder = reuse.parallel(model, caches, QUESTION, temperature=0.5)
+    for function, match in (
+        (lambda: contexts.save(tmp_path / "made", made), "cannot be saved"),
+        (lambda: transport.encode(made), "cannot be saved"),
+        (lambda: contexts.rewind(model, made, 10), "share positions"),
+        (lambda: reuse.edit(model, made, (2, 3, [4])), "share positions"),
+        (lambda: contexts.join(made, plain), "share positions"),
+        (lambda: contexts.join(made, colder), "share positions"),
+        (lambda: kvjax.PrefixStore(1 << 20).add(made), "chunks"),
+    ):
+        with pytest.raises(InputError, match=match):
+            function()
