@@ -103,7 +103,8 @@ class Transform:
 def fit_transform(contexts: Sequence[Context], *, ratio: float = 20.0) -> Transform:
     """Computes principal components from contexts, and divides bits over all components by dynamic programming.
 
-    The bits are those of the least squared error, summed over all layers, of the calibration's keys and values.
+    The bits are those of the least squared error of the calibration's keys and values, each relative to the variance of
+    its layer, summed over layers.
 
     Args:
       contexts: of one model, whose keys and values are held as they are and whose heads hold the same positions.
@@ -128,7 +129,9 @@ def fit_transform(contexts: Sequence[Context], *, ratio: float = 20.0) -> Transf
             y = (x - mean) @ basis
             best, steps = _quantisers(y)
             made.append((mean, basis, y, steps))
-            errors.append(best)
+            # Relative to the layer's own variance: of absolute errors, a few layers with large keys take most bits, and
+            # SmolLM2 at a ratio of 12 loses 5 % of perplexity instead of 0.3 %.
+            errors.append(best / max(float(best[:, 0].sum()), np.finfo(np.float64).tiny))
     chosen = divide_bits(np.concatenate(errors), ratio)
     layers: list[Component] = []
     for (mean, basis, y, steps), own in zip(made, np.split(chosen, len(made)), strict=True):
