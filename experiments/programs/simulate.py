@@ -1,5 +1,6 @@
 """Prints plans of serving; see `experiments.simulate`."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def _preemption(model: ServedModel, values: flags.FlagValues) -> Rows:
             rows.append({
                 "cache": name, "copies stay on the host": keep_host, "moves overlap": overlap,
                 **{f"TTFT P{each}, s": made.ttft[each] for each in (50, 99)},
-                **{f"TBT P{each}, ms": 1e3 * made.tbt[each] for each in (50, 99)},
+                **{f"TBT P{each}, ms": 1e3 * made.tbt.get(each, math.nan) for each in (50, 99)},
                 "tokens/s": made.tokens_per_second, "Jain": made.jain, "moved": size(made.moved), "swaps": made.swaps,
             })  # fmt: skip
     return rows

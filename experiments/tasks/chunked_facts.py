@@ -96,6 +96,8 @@ def _question(
     order = [place for pair in pairs for place in (2 * pair, 2 * pair + 1)]
     asked = int(rng.integers(chunks // 2)) * 2 + (kind == "divided")
     other = [place for pair in rng.permutation(chunks // 2) for place in (2 * pair, 2 * pair + 1)]
+    if other == order and chunks > 2:
+        other = [*other[2:], *other[:2]]
     return ChunkQuestion(
         kind, tuple(made[place] for place in order), tuple(order.index(place) for place in other),
         np.array(encode("\n" + OPENING.strip().format(name=names[asked]), bos=False), np.int32), codes[asked],

@@ -122,7 +122,7 @@ def _check_alike(first: Context, second: Context) -> None:
                 different.append(f"the {name}, {one!r} and {two!r}")
         one, two = ({group.parallel for group in each.layout.groups} for each in (first, second))
         if one != two:
-            different.append(f"how contexts that share positions are attended to, {one} and {two}")
+            different.append("the contexts that share positions, or their temperature and scale")
     elif _without_slots(first.layout) != _without_slots(second.layout):
         different.append("the groups of heads of their layouts")
     if different:

@@ -123,7 +123,11 @@ def with_sizes(context: Context, sizes: Sizes, *, about: str, instead: str) -> C
         raise InputError(f"{about}: {reason}; {instead}.")
     made = dataclasses.replace(made, sizes=sizes)
     decode = tuple(tuple(new for _, new in layer) for layer in pairs)
-    return in_arrays(context._replace(made=made), dataclasses.replace(lowered, decode=decode))
+    prompt = tuple(
+        tuple(dataclasses.replace(new, parallel=old.parallel) for old, new in zip(*groups, strict=True))
+        for groups in zip(before.prompt, lowered.prompt, strict=True)
+    )
+    return in_arrays(context._replace(made=made), dataclasses.replace(lowered, prompt=prompt, decode=decode))
 
 
 def in_arrays(context: Context, layout: CacheLayout) -> Context:

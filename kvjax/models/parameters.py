@@ -49,6 +49,21 @@ def parameter_count(config: DecoderConfig) -> int:
     return sum(sizes.values()) + (config.num_layers - 1) * sizes["layer_0"]
 
 
+def active_parameter_count(config: DecoderConfig) -> int:
+    """Returns the number of elements of the parameters that a token is multiplied by: all, but for other experts'.
+
+    Args:
+      config: the decoder.
+    """
+    if not config.num_experts:
+        return parameter_count(config)
+    layer = parameter_shapes(config.one_layer())["layer_0"]["mlp"]
+    # Matrices of all experts have an axis more.
+    experts = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layer) if len(leaf.shape) > 2)
+    idle = 1 - config.experts_per_token / config.num_experts
+    return parameter_count(config) - round(config.num_layers * experts * idle)
+
+
 def random_parameters(config: DecoderConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
     """Initialises parameters at random, for training, tests and benchmarks.
 

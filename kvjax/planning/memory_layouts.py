@@ -107,6 +107,11 @@ def simulate_layouts(
     Raises:
       InputError: a request that does not fit alone, or is longer than `longest`.
     """
+    for each in trace:
+        if not all(isinstance(number, int) and number >= least for number, least in zip(each, (0, 1, 1), strict=True)):
+            raise InputError(f"a request must have whole numbers of steps and tokens, from 0, 1 and 1 on; got {each}.")
+    if not trace:
+        raise InputError("the trace has no requests.")
     found = {}
     for name in RowBytes._fields:
 
@@ -124,6 +129,8 @@ def simulate_layouts(
         step = peak = most = allocated = used = 0
         while waiting or running:
             running = [(row, start) for row, start in running if step < start + row.output]
+            if not running and waiting:
+                step = max(step, waiting[0].arrival)  # until then, nothing happens
             promised = sum(size(row.prompt + row.output) for row, _ in running)
             while waiting and waiting[0].arrival <= step:
                 more = size(waiting[0].prompt + waiting[0].output)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from kvjax.errors import InputError
+
 LEAST_RATIO = 0.15  # of tokens, below which the answers of CacheBlend suffer (arXiv:2405.16444, figure 16)
 
 
@@ -25,7 +27,15 @@ def plan_blend(layers: int, *, load: float, prefill: float, check: int = 1) -> B
       load: seconds to load the cache of a layer.
       prefill: seconds to compute a layer of all tokens.
       check: see `kvjax.reuse.blend`.
+
+    Raises:
+      InputError: a number that is not valid.
     """
+    if not 0 <= check < layers or load < 0 or prefill <= 0:
+        raise InputError(
+            f"check must be a layer of {layers}, and load and prefill seconds; got check={check}, load={load}, "
+            f"prefill={prefill}."
+        )
     ratio = min(1.0, max(LEAST_RATIO, load / prefill))
     return BlendPlan(ratio, (check + 1) * prefill + (layers - check - 1) * max(load, ratio * prefill))
 

@@ -49,7 +49,7 @@ class Preemptions:
       tbt: percentile -> seconds between two tokens of a turn.
       tokens_per_second: of all answers.
       jain: Jain's index of fairness of the users' tokens per second of waiting and running, 1 = all alike.
-      moved: bytes between device and host.
+      moved: bytes between device and host, in both directions.
       swaps: rows moved, in either direction.
       seconds: from the first arrival to the last token.
     """
@@ -87,7 +87,7 @@ class _Row:
       end: tokens of which the prompt consists, with earlier turns.
       made: tokens of the answer so far.
       resident: whether they are on the device.
-      written: tokens since the last move.
+      on_host: the tokens that the host has.
       priority: the larger, the sooner.
       last: seconds of the last token.
     """
@@ -99,7 +99,7 @@ class _Row:
     end: int
     made: int = 0
     resident: bool = False
-    written: int = 0
+    on_host: int = 0
     priority: float = 0.0
     last: float = 0.0
 
@@ -122,8 +122,8 @@ def simulate_preemption(
     """Simulates a server under a trace.
 
     In each iteration, the turns that are present are taken by priority, then arrival, while they fit in memory; others
-    are moved to the host. Then at most `prompt_tokens` of prompts are read, in that order, and each turn whose prompt
-    has been read gets a token.
+    are moved to the host, as is the text of a user until the next message. Then at most `prompt_tokens` of prompts are
+    read, in that order, and each turn whose prompt has been read gets a token.
 
     Args:
       model: the model.
@@ -151,6 +151,9 @@ def simulate_preemption(
         raise InputError(f"the memory, its bandwidth, the host link and the FLOP/s of {device.kind} must be known.")
     if not trace:
         raise InputError("the trace has no turns.")
+    number_argument("copy_seconds", copy_seconds, minimum=0, maximum=1e3, error=InputError)
+    if budget is not None:
+        check_count("budget", budget)
     room = memory - model.weight_bytes
     slot, rng = model.layers * model.slot_bytes, np.random.default_rng(seed)
 
@@ -163,8 +166,14 @@ def simulate_preemption(
     def held(tokens: int) -> int:
         return tokens if budget is None else min(tokens, budget)
 
+    def outgoing(row: _Row) -> int:
+        """Returns the slots that go out with a row: all, or those that the host does not have."""
+        return min(row.held - row.on_host, held(row.held)) if keep_host else held(row.held)
+
     waiting = _by_user(trace)
+    pending = (0, 0, 0)  # bytes, copies and rows that leave with the next step
     texts = dict.fromkeys(waiting, 0)
+    stored = dict.fromkeys(waiting, 0)  # tokens of each user's text that the host has
     present: list[_Row] = []
     free = dict.fromkeys(waiting, 0.0)  # seconds when a user's last turn ended
     served, waited = dict.fromkeys(waiting, 0), dict.fromkeys(waiting, 0.0)
@@ -179,8 +188,12 @@ def simulate_preemption(
                 begins = max(turn.arrival, free[user])
                 if begins <= clock:
                     turns.pop(0)
+                    # The last token of an answer is chosen and not fed, until another message follows.
                     text = texts[user]
-                    present.append(_Row(turn, number, begins, text, text + turn.prompt, priority=float(rng.random())))
+                    present.append(_Row(
+                        turn, number, begins, text, text + turn.prompt + (text > 0), on_host=stored[user],
+                        priority=float(rng.random()),
+                    ))  # fmt: skip
         if not present:
             later = [max(turns[0][1].arrival, free[user]) for user, turns in waiting.items() if turns]
             if not later:
@@ -206,12 +219,14 @@ def simulate_preemption(
             used += own
             left -= more if row.held < row.end else 0
         ids = {id(row) for row, _ in chosen}
-        swap_bytes = swap_copies = 0
+        # Of turns that have ended, and of those that wait.
+        swap_bytes, swap_copies, swaps = pending[0], pending[1], swaps + pending[2]
+        pending = (0, 0, 0)
         for row in present:
             if row.resident and id(row) not in ids:
-                out = held(row.written) if keep_host else held(row.held)
+                out = outgoing(row)
                 swap_bytes, swap_copies, swaps = swap_bytes + slot * out, swap_copies + copies(out), swaps + 1
-                row.resident, row.written = False, 0
+                row.resident, row.on_host = False, row.held
             elif not row.resident and id(row) in ids:
                 if back := held(row.held):
                     swap_bytes, swap_copies, swaps = swap_bytes + slot * back, swap_copies + copies(back), swaps + 1
@@ -220,15 +235,19 @@ def simulate_preemption(
         swap = swap_bytes / link + swap_copies * copy_seconds
         flops, read = 0.0, float(model.weight_bytes)
         for row, more in chosen:
-            before, after = held(row.held), held(row.held + more)
-            pairs = after**2 - before**2 if budget is None else 2 * more * after
-            flops += 2 * model.params * more + 2 * model.layers * model.heads * model.dim * pairs if more else 0
-            read += slot * after
+            if not more:
+                continue
+            before = held(row.held)
+            # Pairs of a query and a key, twice: of the tokens with what is held, and with each other.
+            pairs = 2 * more * before + more**2
+            # With statistics, half as much again of a prompt.
+            passes = 2 if budget is None or row.held >= row.end else 3
+            flops += 2 * model.active * more + passes * model.layers * model.heads * model.dim * pairs
+            read += slot * held(row.held + more)
         computing = max(flops / compute, read / bandwidth)
         clock += max(computing, swap) if overlap else computing + swap
         for row, more in chosen:
             row.held += more
-            row.written += more
             if row.held < row.end:
                 continue
             (ttft.append(clock - row.began) if row.made == 0 else tbt.append(clock - row.last))
@@ -237,6 +256,11 @@ def simulate_preemption(
             if row.made == row.turn.output:
                 user = row.turn.user
                 texts[user], free[user] = row.held, clock
+                # A user who is silent has no slots: the text goes to the host, if another message follows.
+                if waiting[user]:
+                    out = outgoing(row)
+                    pending = (pending[0] + slot * out, pending[1] + copies(out), pending[2] + 1)
+                    stored[user] = row.held
                 waited[user] += clock - row.began
                 present.remove(row)
         iteration += 1
@@ -253,8 +277,12 @@ def _by_user(trace: Sequence[Turn]) -> dict[int, list[tuple[int, Turn]]]:
     """Returns the turns of each user in their order, with their places in the trace."""
     found: dict[int, list[tuple[int, Turn]]] = {}
     for number, each in sorted(enumerate(trace), key=lambda pair: (pair[1].user, pair[1].turn)):
-        if each.prompt < 1 or each.output < 1:
-            raise InputError(f"turn {each.turn} of user {each.user} must have at least one token of prompt and output.")
+        whole = all(isinstance(size, int | np.integer) and size >= 1 for size in (each.prompt, each.output))
+        if not whole or not math.isfinite(each.arrival) or each.arrival < 0:
+            raise InputError(
+                f"turn {each.turn} of user {each.user} must arrive after a number of seconds, and have whole numbers "
+                f"of at least one token of prompt and output; got {each}."
+            )
         found.setdefault(each.user, []).append((number, each))
     return found
 

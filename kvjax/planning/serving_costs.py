@@ -6,7 +6,7 @@ import math
 from kvjax.devices import Device
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
-from kvjax.models.parameters import parameter_count
+from kvjax.models.parameters import active_parameter_count, parameter_count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class ServedModel:
       kv_heads: KV heads.
       dim: features of a head.
       width: bytes of a number of weights, keys and values.
+      active_params: those that a token is multiplied by, in a model of experts; None = all.
     """
 
     params: int
@@ -28,6 +29,7 @@ class ServedModel:
     kv_heads: int
     dim: int
     width: int = 2
+    active_params: int | None = None
 
     @classmethod
     def of(cls, config: DecoderConfig, width: int = 2) -> "ServedModel":
@@ -35,7 +37,13 @@ class ServedModel:
         return cls(
             params=parameter_count(config), layers=config.num_layers, heads=config.num_heads,
             kv_heads=config.num_kv_heads, dim=config.head_dim, width=width,
+            active_params=active_parameter_count(config),
         )  # fmt: skip
+
+    @property
+    def active(self) -> int:
+        """The parameters that a token is multiplied by."""
+        return self.params if self.active_params is None else self.active_params
 
     @property
     def weight_bytes(self) -> int:
@@ -59,7 +67,7 @@ class ServedModel:
           statistics: whether probabilities are summed over queries, which takes half as much as attention.
         """
         attention = self.layers * self.heads * self.dim * tokens**2
-        return 2 * self.params * tokens + (3 if statistics else 2) * attention
+        return 2 * self.active * tokens + (3 if statistics else 2) * attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

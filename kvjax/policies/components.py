@@ -112,7 +112,10 @@ class View(NamedTuple):
 
     def _frame(self) -> KeyFrame:
         if self.frame is None:
-            raise PolicyError("keys can be rotated only where a device has all slots of a head, outside of kernels.")
+            raise PolicyError(
+                "keys can be rotated only where a device has all slots of a head, outside of kernels, and where no "
+                "contexts share positions."
+            )
         return self.frame
 
     @property

@@ -5,7 +5,7 @@ A request is a prefix, some chunks and a question. `compute` makes the cache of 
 whole prefill (CacheBlend); `craft` chooses among caches of a chunk in several contexts, and recomputes tokens by how
 much they attended to chunks that are missing now (Cache-Craft). `distances` compares both with a whole prefill.
 `parallel` reads chunks that all begin at one position (APE). `edit` replaces tokens within a context, whose later
-tokens move (PIE). All return a `kvjax.Context`.
+tokens move (PIE). Each makes a `kvjax.Context`, which further turns and answers continue.
 """
 
 from typing import TYPE_CHECKING

@@ -192,6 +192,8 @@ def _checked_shares(ratio: float | Sequence[float], check: int | None, layers: i
             raise InputError("check=None recomputes nothing, so that ratio cannot be given by layer.")
         return []
     if isinstance(check, bool) or not isinstance(check, numbers.Integral) or not 1 <= check < layers:
+        if layers == 1:
+            raise InputError("a model of one layer has none whose values depend on other tokens: give check=None.")
         raise InputError(
             f"check must be a layer from 1 to {layers - 1}, or None; got {shown(check)}. The values of layer 0 do not "
             "depend on other tokens."

@@ -64,8 +64,7 @@ def compute(model: Model, tokens: ArrayLike, prefix: ChunkCache | None = None) -
       InputError: tokens that are not valid, a prefix of another model, or a model with learned positions.
     """
     ids = checked_tokens(model, "tokens", tokens)
-    if prefix is not None:
-        check_chunks(model, [prefix])
+    check_prefix(model, prefix)
     text = Text.of(model, [], prefix, tokens=ids)
     begun = 0 if prefix is None else len(prefix)
     held = Collected()
@@ -139,6 +138,18 @@ class Text(NamedTuple):
         return cls(whole, tuple(map(int, starts)), key, value, np.arange(size) < ends[-1])
 
 
+def check_prefix(model: Model, prefix: ChunkCache | None) -> None:
+    """Checks a prefix.
+
+    Raises:
+      InputError: it is of another model, or has a prefix itself.
+    """
+    if prefix is not None:
+        check_chunks(model, [prefix])
+        if prefix.prefix is not None:
+            raise InputError("a prefix cannot have a prefix; compute it with all of its tokens.")
+
+
 def check_chunks(model: Model, chunks: Sequence[ChunkCache]) -> ChunkCache | None:
     """Checks that chunks are of a model and follow one prefix, which is returned.
 
@@ -146,11 +157,15 @@ def check_chunks(model: Model, chunks: Sequence[ChunkCache]) -> ChunkCache | Non
       InputError: they are not, there is none, or the model has learned positions.
     """
     check_model(model.config)
+    if not isinstance(chunks, Sequence):
+        raise InputError(f"chunks must be a list of ChunkCache; got {type(chunks).__name__}.")
     if not chunks:
         raise InputError("chunks must have at least one ChunkCache, from kvjax.reuse.compute.")
     for each in chunks:
         if not isinstance(each, ChunkCache):
             raise InputError(f"a chunk must be a ChunkCache, from kvjax.reuse.compute; got {type(each).__name__}.")
+        if each.prefix is not None and each.prefix.prefix is not None:
+            raise InputError("a prefix cannot have a prefix; compute it with all of its tokens.")
         if not same_weights(each.model, model):
             raise InputError("a chunk belongs to another model; compute it with the model that reads it.")
     prefixes = [() if each.prefix is None else tuple(each.prefix.tokens.tolist()) for each in chunks]

@@ -1,5 +1,6 @@
 """How much of a chunk's cache depends on chunks that are missing or moved: Cache-Craft's CCI and CFO."""
 
+import collections
 import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -28,6 +29,15 @@ class ContextScore(NamedTuple):
         return math.ceil(self.cfo * length - 1e-9)
 
 
+def _numbered(chunks: Sequence[Hashable]) -> list[tuple[Hashable, int]]:
+    seen: collections.Counter[Hashable] = collections.Counter()
+    found = []
+    for each in chunks:
+        found.append((each, seen[each]))
+        seen[each] += 1
+    return found
+
+
 def context_score(
     inter: np.ndarray,
     intra: np.ndarray,
@@ -54,6 +64,8 @@ def context_score(
     outside = float(np.mean((inter / (sizes[:, None] * length)).sum(axis=0))) if len(old) else 0.0
     inside = float(np.mean(np.asarray(intra, np.float64))) / length**2
     cci = 1 / (1 + math.exp(-outside / inside))
+    # A chunk that occurs several times is known by its number too.
+    old, new = _numbered(old), _numbered(new)
     present = set(new)
     if len(old):
         common = np.array([each in present for each in old])

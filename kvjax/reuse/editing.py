@@ -17,8 +17,9 @@ from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.cache.resize import holds_single_slots
 from kvjax.cache.slots import forget
 from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV
+from kvjax.contexts.batches import rows
 from kvjax.contexts.feed import resized_state
-from kvjax.contexts.room import BY_LENGTH, block_phase, reason_for_steps, with_room
+from kvjax.contexts.room import block_phase, reason_for_steps, with_room
 from kvjax.contexts.turns import own_model
 from kvjax.errors import InputError, shown
 from kvjax.generation import compiling
@@ -31,8 +32,8 @@ from kvjax.numerics.rope import Rope
 from kvjax.parallel.sharding import Params
 from kvjax.reuse.cache import checked_tokens
 from kvjax.reuse.layerwise import check_model
-from kvjax.reuse.repairing import repaired
-from kvjax.storage.base import UNROTATED
+from kvjax.reuse.repairing import holds_rotated, repaired
+from kvjax.storage import dense
 from kvjax.storage.side import PROMPT
 
 Array = jax.Array
@@ -87,10 +88,15 @@ def edit(
     if (text := context.text) is None or context.boundaries is None:
         raise InputError("this context cannot be edited, since its tokens are not known.")
     given = _checked(model, edits, len(text[0]))
-    if reason := _refuses(model.config, context.layout):
+    if reason := _refuses(context.layout):
         raise InputError(f"this context cannot be edited: {reason}.")
-    if repair is not None and (len(given) != 1 or not context.layout.keeps_all):
-        raise InputError("repair takes one edit of a full cache; leave it out, or edit one after the other.")
+    plain = context.made is not None and context.made.spec.storage == dense() and context.layout.keeps_all
+    if repair is not None and (len(given) != 1 or not plain):
+        raise InputError(
+            "repair takes one edit of a full cache with exact storage; leave it out, or edit one after the other."
+        )
+    if context.logits.shape[0] != 1:  # a row of padding, on a mesh
+        context = rows(context, [0])
     (tokens,) = text
     moved, last_fed = 0, False
     for start, stop, new in given:
@@ -203,7 +209,7 @@ def _moved(
     later = before >= stop[:, None, None]
     position = jnp.where(later, before + more[:, None, None], jnp.where(before >= start[:, None, None], EMPTY, before))
     stores = own.stores
-    if rope is not None and own.is_exact and group.policy.positions == "original" and group.storage.frame != UNROTATED:
+    if rope is not None and own.is_exact and holds_rotated(group):
         # The factor of attention on cosine and sine is in the keys already.
         plain = dataclasses.replace(rope, attention_factor=1.0)
         steps = jnp.where(later, more[:, None, None], 0)
@@ -264,20 +270,19 @@ def _feed_last(
     return decoder.logits(x[:, 0]), arranged_state(before.replace(layers=layers), stacked)
 
 
-def _refuses(config: DecoderConfig, layout: CacheLayout) -> str | None:
+def _refuses(layout: CacheLayout) -> str | None:
     """Returns why slots cannot move, or None if they can."""
-    ropes = [config.kind(index).rope for index in range(config.num_layers)]
-    if scalings := {rope.scaling for rope in ropes if rope is not None} & {*BY_LENGTH}:
-        return f"under {', '.join(sorted(scalings))} RoPE, keys depend on the length of the text"
     for group in layout.groups:
-        storage, rotated = group.storage, group.policy.positions == "original" and group.storage.frame != UNROTATED
+        storage = group.storage
         if not group.selection.reads_all:
             return f"selection {group.selection.name} has an index of its slots"
-        if not holds_single_slots(group) or len(group.slots) != 1 or group.slot_axes:
+        if group.slot_axes:
+            return f"slots are divided over the mesh axis {', '.join(group.slot_axes)}"
+        if not holds_single_slots(group) or len(group.slots) != 1:
             return f"storage {storage.label} does not hold slots one by one in one array"
         if storage.sides_of(PROMPT):
             return f"storage {storage.label} was fitted to the prompt"
-        if rotated and not storage.exact:
+        if holds_rotated(group) and not storage.exact:
             return f"storage {storage.label} has keys in codes that are rotated to their positions"
         if group.parallel is not None:
             return "it has contexts that share positions"

@@ -147,6 +147,8 @@ def feed_question(
     Raises:
       InputError: see `check_cache`.
     """
+    if options.prefill_block is not None:
+        raise InputError("prefill_block cannot be used: chunks were not read in blocks, and the question is one block.")
     count, length = len(tokens), len(tokens) + len(question)
     # [1]
     lengths, total = np.array([length], np.int32), np.array([room], np.int32)
@@ -203,7 +205,12 @@ def _in_parallel(phase: Phase, how: ParallelContexts) -> Phase:
     Raises:
       InputError: the policy rotates keys to their ranks.
     """
-    if any(group.policy.positions != "original" for layer in phase for group in layer):
+    groups = [group for layer in phase for group in layer]
+    if any(group.slot_axes for group in groups):
+        raise InputError("contexts cannot share positions where slots are divided over devices.")
+    if reads := next((group.policy for group in groups if group.policy.params), None):
+        raise InputError(f"contexts cannot share positions under {reads.name}, whose scores depend on ages.")
+    if any(group.policy.positions != "original" for group in groups):
         raise InputError(
             'contexts cannot share positions under a policy that rotates keys to ranks (positions="cache").'
         )

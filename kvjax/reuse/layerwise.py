@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from kvjax.cache.groups import Group
 from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, exact_store
+from kvjax.contexts.room import BY_LENGTH
 from kvjax.errors import InputError
 from kvjax.generation.program import program
 from kvjax.models.bound import bind
@@ -67,8 +68,14 @@ def check_model(config: DecoderConfig) -> None:
     """Checks that keys can be moved to other positions.
 
     Raises:
-      InputError: the model has learned positions, which are in keys and values.
+      InputError: the model has learned positions, or RoPE whose frequencies depend on the length of the text.
     """
+    ropes = [config.kind(index).rope for index in range(config.num_layers)]
+    if scalings := {rope.scaling for rope in ropes if rope is not None} & {*BY_LENGTH}:
+        raise InputError(
+            f"keys and values cannot be reused in another text: under {', '.join(sorted(scalings))} RoPE, they depend "
+            "on the length of theirs."
+        )
     if config.learned_positions:
         raise InputError(
             "chunks cannot be reused at other positions: this model has a table of learned positions, which keys and "

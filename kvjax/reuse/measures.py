@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.errors import InputError
 from kvjax.generation.program import program
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.model import Model
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.reuse.blending import Blended
-from kvjax.reuse.cache import Text
+from kvjax.reuse.cache import Text, check_chunks
 from kvjax.reuse.layerwise import LayerResult, next_logits, rotated, run_tokens
 from kvjax.summary import one_line
 
@@ -47,10 +48,19 @@ def distances(model: Model, blended: Blended) -> Distances:
 
     Args:
       model: that of the context.
-      blended: from `kvjax.reuse.blend` or `kvjax.reuse.craft`.
+      blended: from `kvjax.reuse.blend`, or the field `blended` of what `kvjax.reuse.craft` returns.
+
+    Raises:
+      InputError: it is something else, or of another model.
     """
     import scipy.stats
 
+    if not isinstance(blended, Blended):
+        raise InputError(
+            f"distances takes what kvjax.reuse.blend returns, or the field blended of what craft returns; got "
+            f"{type(blended).__name__}."
+        )
+    check_chunks(model, blended.chunks)
     assert blended.context.text is not None
     (tokens,) = blended.context.text
     prefix = blended.chunks[0].prefix

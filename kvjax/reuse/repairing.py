@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import arranged_state
 from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.cache.state import FAR, KVState
@@ -15,8 +16,14 @@ from kvjax.reuse.blending import largest
 from kvjax.reuse.cache import Collected
 from kvjax.reuse.last_block import feed_question
 from kvjax.reuse.layerwise import LayerResult, run_tokens
+from kvjax.storage.base import UNROTATED
 
 Array = jax.Array
+
+
+def holds_rotated(group: Group) -> bool:
+    """Returns whether keys are held rotated to their positions."""
+    return group.policy.positions == "original" and group.storage.frame != UNROTATED
 
 
 def repaired(model: Model, context: Context, start: int, ratio: float) -> Context:
@@ -32,7 +39,7 @@ def repaired(model: Model, context: Context, start: int, ratio: float) -> Contex
     (tokens,) = context.text
     last = len(tokens) - 1
     size = prompt_bucket(len(tokens))
-    keys, values = _by_position(context.state, config=model.config, size=size)
+    keys, values = _by_position(context.state, config=model.config, phase=context.layout.decode, size=size)
     position = np.arange(min(start, last), last, dtype=np.int32)
     count = int(np.floor(ratio * len(position) + 1e-9))
 
@@ -56,12 +63,12 @@ def repaired(model: Model, context: Context, start: int, ratio: float) -> Contex
     return made._replace(boundaries=context.boundaries)
 
 
-@program(static_argnames=("config", "size"))
-def _by_position(state: KVState, *, config: DecoderConfig, size: int) -> tuple[list[Array], list[Array]]:
+@program(static_argnames=("config", "phase", "size"))
+def _by_position(state: KVState, *, config: DecoderConfig, phase: Phase, size: int) -> tuple[list[Array], list[Array]]:
     """Returns the keys, not rotated, and the values of a full cache, [1, K, size, D] by position for each layer."""
     keys, values = [], []
-    for index, layer in enumerate(arranged_state(state, ()).layers):
-        rope = config.kind(index).rope
+    for index, (layer, groups) in enumerate(zip(arranged_state(state, ()).layers, phase, strict=True)):
+        rope = config.kind(index).rope if holds_rotated(groups[0]) else None
         own = []
         for group in layer:
             # [1, K, S]

@@ -10,7 +10,7 @@ from kvjax.arguments import number_argument
 from kvjax.errors import InputError
 from kvjax.inputs import check_count
 from kvjax.models.model import Model
-from kvjax.reuse.cache import ChunkCache, check_chunks, checked_tokens
+from kvjax.reuse.cache import ChunkCache, check_chunks, check_prefix, checked_tokens
 from kvjax.reuse.context_scores import ContextScore, context_score
 from kvjax.reuse.variants import Chunk, Variant, compute_variants
 from kvjax.units import size
@@ -107,8 +107,7 @@ class ChunkStore:
         """
         number = number_argument("max_bytes", max_bytes, minimum=1, maximum=1 << 60, error=InputError)
         check_count("variants", variants)
-        if prefix is not None:
-            check_chunks(model, [prefix])
+        check_prefix(model, prefix)
         self.model, self.prefix, self.max_bytes, self.max_variants = model, prefix, int(number), variants
         self._chunks: collections.OrderedDict[Chunk, VariantScores] = collections.OrderedDict()
 

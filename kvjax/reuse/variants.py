@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from kvjax.arguments import plain_signature
 from kvjax.errors import InputError
 from kvjax.models.model import Model
-from kvjax.reuse.cache import ChunkCache, Collected, Text, check_chunks, checked_tokens
+from kvjax.reuse.cache import ChunkCache, Collected, Text, check_prefix, checked_tokens
 from kvjax.reuse.layerwise import LayerResult, check_model, run_tokens
 from kvjax.reuse.measures import probabilities
 from kvjax.summary import one_line
@@ -64,8 +64,7 @@ def compute_variants(model: Model, chunks: Sequence[ArrayLike], prefix: ChunkCac
     if not chunks:
         raise InputError("chunks must have the tokens of at least one chunk.")
     ids = [checked_tokens(model, f"chunk {number}", each) for number, each in enumerate(chunks)]
-    if prefix is not None:
-        check_chunks(model, [prefix])
+    check_prefix(model, prefix)
     text = Text.of(model, [], prefix, tokens=np.concatenate(ids))
     begun = 0 if prefix is None else len(prefix)
     ends = begun + np.cumsum([len(each) for each in ids])

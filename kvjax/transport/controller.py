@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ class _Link:
             until = self.begins[number + 1] if number + 1 < len(self.begins) else float("inf")
             able = (until - start) * self.rates[number] if self.rates[number] else 0.0
             if size <= able:
-                return start + size / self.rates[number]
+                return start + (size / self.rates[number] if size else 0.0)
             size, start = size - able, until
         raise AssertionError
 
@@ -77,9 +78,13 @@ def plan_transfer(
     number_argument("slo", slo, minimum=0, maximum=1e9, error=InputError)
     if not sizes or len(sizes) != len(recompute) or len({len(each) for each in sizes}) != 1 or not sizes[0]:
         raise InputError("give the bytes of each chunk at the same levels, and the seconds to compute it again.")
+    numbers = [*itertools.chain(*sizes), *recompute]
+    if not all(math.isfinite(each) and each >= 0 for each in numbers):
+        raise InputError("bytes and seconds of chunks must be numbers of at least 0.")
+    trace = [(float(each[0]), float(each[1])) for each in trace]
     begins = [each[0] for each in trace]
     valid = begins and begins[0] == 0 and all(one < two for one, two in itertools.pairwise(begins))
-    if not valid or any(each[1] < 0 for each in trace) or not trace[-1][1] > 0:
+    if not valid or not all(0 <= each[1] < math.inf for each in trace) or not trace[-1][1] > 0:
         raise InputError(
             f"trace must be pairs of ascending seconds from 0 on and bytes/s, the last above 0; got {shown(trace)}."
         )

@@ -7,6 +7,7 @@ import pytest
 
 from kvjax import devices, policies
 from kvjax.errors import InputError
+from kvjax.models import shapes
 from kvjax.planning import attention_traffic as traffic
 from kvjax.planning import memory_layouts as layouts
 from kvjax.planning import offload_shares, preemption
@@ -125,6 +126,70 @@ def test_one_turn_is_the_closed_form():
     assert [made.tbt[50], made.tbt[99]] == pytest.approx(steps)
     assert made.seconds == pytest.approx(made.ttft[50] + sum(steps))
     assert (made.moved, made.swaps, made.jain) == (0, 0, 1.0)
+
+
+def test_under_a_budget_a_prompt_in_one_piece_is_the_closed_form_with_statistics():
+    made = preemption.simulate_preemption(LARGE, FAST, [Turn(0, 0, 0.0, 4096, 2)], budget=64, prompt_tokens=4096)
+    assert made.ttft[50] == pytest.approx(LARGE.prefill_flops(4096, statistics=True) / FAST.flops)
+    assert made.tbt[50] == pytest.approx((LARGE.weight_bytes + LARGE.cache_bytes(64)) / FAST.bandwidth)
+    in_pieces = preemption.simulate_preemption(LARGE, FAST, [Turn(0, 0, 0.0, 4096, 2)], budget=64, prompt_tokens=512)
+    assert in_pieces.ttft[50] < made.ttft[50]  # later pieces attend to 64 slots and themselves
+
+
+def test_a_text_goes_out_once_and_comes_back_once():
+    """One user of two turns, with memory for all: the host has the text between them."""
+    trace = [Turn(0, 0, 0.0, 100, 10), Turn(0, 1, 0.0, 50, 5)]
+    bytes_of_text = SMALL.cache_bytes(109)  # the last token is chosen, and not fed
+    device = devices.Device("large", 1e9, 1e9, 1e10, "given", link=1e8)
+    for options in ({}, {"keep_host": True}):
+        made = preemption.simulate_preemption(SMALL, device, trace, **options)
+        assert (made.moved, made.swaps) == (2 * bytes_of_text, 2)
+    three = [*trace, Turn(0, 2, 0.0, 20, 3)]
+    made = preemption.simulate_preemption(SMALL, device, three)
+    kept = preemption.simulate_preemption(SMALL, device, three, keep_host=True)
+    # Of the second move out, what the host has is left out.
+    assert made.moved == 2 * bytes_of_text + 2 * SMALL.cache_bytes(164)
+    assert kept.moved == made.moved - bytes_of_text
+
+
+def test_a_row_that_computes_nothing_reads_nothing():
+    """The second user's prompt waits for the first one's, and takes no time until then."""
+    alone = preemption.simulate_preemption(SMALL, FAST, [Turn(0, 0, 0.0, 2000, 2)], prompt_tokens=500)
+    two = [Turn(0, 0, 0.0, 2000, 2), Turn(1, 0, 1e-12, 2000, 2)]
+    both = preemption.simulate_preemption(SMALL, FAST, two, prompt_tokens=500, frequency=1e-6)
+    assert min(both.ttft.values()) == pytest.approx(alone.ttft[50], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (lambda: preemption.simulate_preemption(SMALL, FAST, [Turn(0, 0, float("nan"), 5, 5)]), "must arrive"),
+        (lambda: preemption.simulate_preemption(SMALL, FAST, [Turn(0, 0, 0.0, 5, 10.5)]), "whole numbers"),
+        (lambda: preemption.simulate_preemption(SMALL, FAST, [Turn(0, 0, 0.0, 5, 5)], budget=-5), "budget"),
+        (lambda: preemption.simulate_preemption(SMALL, FAST, [Turn(0, 0, 0.0, 5, 5)], copy_seconds=-1), "copy_seconds"),
+        (lambda: preemption.simulate_preemption(SMALL, FAST, []), "no turns"),
+        (lambda: layouts.simulate_layouts(SMALL, [], memory=1, longest=1, budget=1), "no requests"),
+        (lambda: layouts.simulate_layouts(SMALL, [layouts.TracedRow(float("nan"), 1, 1)], memory=1 << 20, longest=9,
+                                          budget=1), "whole numbers"),
+        (lambda: offload_shares.plan_blend(1, load=1.0, prefill=1.0), "check must be"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(function, match):
+    with pytest.raises(InputError, match=match):
+        function()
+
+
+def test_a_trace_that_begins_late():
+    options = {"memory": 1 << 30, "longest": 512, "budget": 32, "granule": 1 << 12}
+    late = layouts.simulate_layouts(SMALL, [layouts.TracedRow(10**9, 100, 28)], **options)
+    assert all(use.steps == 10**9 + 28 for use in late.values())
+
+
+def test_experts_that_a_token_does_not_choose_are_not_multiplied():
+    config = shapes.by_name("mixtral-8x7b")
+    model = ServedModel.of(config)
+    assert model.params > 46e9 and 12e9 < model.active < 14e9
+    assert ServedModel.of(shapes.by_name("llama2-7b")).active == ServedModel.of(shapes.by_name("llama2-7b")).params
 
 
 def test_a_crowd_is_moved_and_ends():

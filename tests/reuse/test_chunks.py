@@ -1,5 +1,6 @@
 """Chunks that are recomputed whole are a prefill, under every cache that takes them; and stores of chunks."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -27,13 +28,14 @@ TAKE = {
     "pyramidkv": policies.pyramidkv(12, window=4),
     "adakv": policies.adakv(policies.snapkv(12, window=4)),
     "tova": policies.tova(12),
-    "two kinds of heads": policies.split_heads([[1, 0], [0, 1]], policies.full(), policies.window(8)),
+    "two kinds of heads": policies.split_heads([[1, 0], [0, 1]] * 2, policies.full(), policies.window(8)),
 }
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny().model
+    """Of four layers: after layer 1, what is recomputed matters."""
+    return tiny(layers=4).model
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,8 @@ def test_all_recomputed_is_a_prefill(model, caches, name):
     plain = contexts.prefill(model, TEXT, TAKE[name], room=64)
     assert_close(made.context, plain)
     assert made.share == pytest.approx(1 - len(PREFIX) / len(TEXT))
+    none = reuse.blend(model, caches, QUESTION, TAKE[name], ratio=0.0, room=64).context
+    assert np.abs(np.asarray(none.logits) - np.asarray(plain.logits)).max() > 1e-3
     # And goes on like it.
     answers = [contexts.decode(model, each, max_new_tokens=6) for each in (made.context, plain)]
     np.testing.assert_array_equal(answers[0].tokens, answers[1].tokens)
@@ -162,9 +166,10 @@ REFUSED = [
     ({"policy": policies.full(), "storage": storage.int8()}, "storage int8 cannot hold chunks"),
     ({"policy": policies.full(), "selection": selection.quest(page=4, budget=12, first_layer=0)}, "reads a selection"),
     ({"ratio": 1.5}, "ratio must be"),
-    ({"ratio": (0.2, 0.3)}, "must have 1 numbers"),
-    ({"check": 0}, "check must be a layer from 1 to 1"),
-    ({"check": 2}, "check must be a layer from 1 to 1"),
+    ({"ratio": (0.2, 0.3)}, "must have 3 numbers"),
+    ({"check": 0}, "check must be a layer from 1 to 3"),
+    ({"check": 4}, "check must be a layer from 1 to 3"),
+    ({"prefill_block": 2}, "prefill_block"),
     ({"check": None, "ratio": (0.1,)}, "check=None recomputes nothing"),
     ({"deviation": "query"}, "deviation"),
     ({"first": -1}, "first"),
@@ -183,11 +188,43 @@ def test_what_is_refused(model, caches, given, match):
 
 
 def test_rising_shares_other_models_and_other_prefixes(model, caches):
-    deep = tiny(layers=4).model
+    other = tiny(layers=4, seed=5).model
     with pytest.raises(InputError, match="another model"):
-        reuse.blend(deep, caches, QUESTION)
-    own = [reuse.compute(deep, CHUNKS[0])]
+        reuse.blend(other, caches, QUESTION)
+    with pytest.raises(InputError, match="another model"):
+        reuse.distances(other, reuse.blend(model, caches, QUESTION))
     with pytest.raises(InputError, match="must not rise"):
-        reuse.blend(deep, own, QUESTION, ratio=(0.1, 0.2, 0.1))
+        reuse.blend(model, caches, QUESTION, ratio=(0.1, 0.2, 0.1))
     with pytest.raises(InputError, match="different prefixes"):
         reuse.blend(model, [*caches, reuse.compute(model, CHUNKS[0])], QUESTION)
+    with pytest.raises(InputError, match="a prefix cannot have a prefix"):
+        reuse.compute(model, CHUNKS[1], caches[0])
+    with pytest.raises(InputError, match="a list of ChunkCache"):
+        reuse.blend(model, caches[0], QUESTION)
+    with pytest.raises(InputError, match="the field blended"):
+        reuse.distances(model, None)
+    single = tiny(layers=1).model
+    with pytest.raises(InputError, match="check=None"):
+        reuse.blend(single, [reuse.compute(single, CHUNKS[0])], QUESTION)
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_text_are_refused(model, scaling):
+    rope = dataclasses.replace(
+        model.config.rope, scaling=scaling, factor=2.0, original_max_positions=16, short_factor=(1.0,) * 4,
+        long_factor=(2.0,) * 4,
+    )  # fmt: skip
+    own = dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
+    with pytest.raises(InputError, match=f"under {scaling} RoPE"):
+        reuse.compute(own, CHUNKS[0])
+    with pytest.raises(InputError, match=f"under {scaling} RoPE"):
+        reuse.edit(own, contexts.prefill(own, TEXT[:12], policies.full()), (2, 3, [1]))
+
+
+def test_a_chunk_that_occurs_twice(model):
+    """In its old order, nothing is repaired."""
+    prefix = reuse.compute(model, PREFIX)
+    order = [CHUNKS[0], CHUNKS[1], CHUNKS[0], CHUNKS[2]]
+    store = reuse.ChunkStore(model, prefix=prefix, max_bytes=1 << 30)
+    store.add(reuse.compute_variants(model, order, prefix))
+    assert [score.cfo for score in reuse.craft(store, order, QUESTION).scores] == [0.0] * 4

@@ -50,6 +50,8 @@ def test_what_is_assumed_for_the_first_chunk():
         ({"sizes": [(1, 2), (1,)], "recompute": [1, 1]}, "at the same levels"),
         ({"recompute": [1.0]}, "at the same levels"),
         ({"slo": -1}, "slo must be"),
+        ({"sizes": [(-10, 20)] * 4}, "at least 0"),
+        ({"recompute": [-5.0] * 4}, "at least 0"),
     ],
 )
 def test_what_is_refused(arguments, match):

@@ -87,12 +87,15 @@ def step(
     # [B]
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     stats = pool.stats | _written(pool, inputs, output, block, group, args)
-    stats = evict.observe(stats, group.needs, columns, queries, block.position.shape[1])
+    observed = evict.observe(stats, group.needs, columns, queries, block.position.shape[1])
+    stats = observed if block.row_newest is None else _of_seen(stats, observed, pool, block, group)
     per_slot = PerSlot(stats, {name: index[name] for name in group.selection.per_slot})
     memory = _remembered(layer, inputs, block, group, rope)
     # XLA removes the frequencies unless the policy rotates keys.
     frequencies = None if rope is None else rope.frequencies(block.total)
-    frame = KeyFrame(group.policy.positions == "original", rope, frequencies)
+    frame = None
+    if group.parallel is None:  # otherwise positions are not those that keys are rotated to
+        frame = KeyFrame(group.policy.positions == "original", rope, frequencies)
     queries_seen = QueryView(frame, memory, inputs.scale, args.soft_cap, args.window, args.params or {})
     after, moved, memory = finish(pool, per_slot, block, group, budget, inputs.rotation, made, queries_seen)
     after = after.replace(stats=moved.stats, index=index | moved.index, memory=memory)
@@ -109,6 +112,20 @@ def step(
     seen = attended(pool, inputs.query, whole=True) if made is None or group.storage.shortened else made
     keys = joined(tuple(map(as_array, seen.keys)))
     return output, after, AttentionOperands(seen.query, keys, read, log_weight, pool.position, chosen)
+
+
+def _of_seen(
+    before: dict[str, Array], after: dict[str, Array], pool: Pool, block: Block, group: Group
+) -> dict[str, Array]:
+    """Returns statistics as they were in the slots of tokens that follow a block which is fed within a text."""
+    position = pool.position if pool.new_tokens is None else pool.position[:, :, group.unranked :]
+    # [B, K, S']
+    later = position > jnp.max(block.position, axis=1)[:, None, None]
+
+    def kept(old: Array, new: Array) -> Array:
+        return jnp.where(later.reshape(*later.shape, *(1,) * (old.ndim - 3)), old, new)
+
+    return {name: kept(before[name], new) for name, new in after.items()}
 
 
 def _remembered(
