@@ -33,7 +33,7 @@ SILENT = ("--output", "--plot", "--text")
 NEW_TOKENS = 8  # of an answer, of which the digits are the beginning
 #: The labels of methods in a plot, where these are not their names.
 LABELS = {"prefill": "whole prefill, 95 %", "reused": "nothing recomputed"}
-BESIDE = 0.5  # percent of tokens between the points of two methods that recompute as much
+POINT_OFFSET = 0.5  # percent of tokens between the points of two methods that recompute as much
 
 
 class Request(NamedTuple):
@@ -263,7 +263,7 @@ def _drawn(tallies: Sequence[Tally], weights: str) -> bytes:
         for number, method in enumerate(methods):
             of = sorted((each for each in tallies if each.method == method), key=lambda each: np.mean(each.shares))
             # Beside each other, where several methods recompute as much.
-            x = [100 * float(np.mean(each.shares)) + BESIDE * (number - len(methods) / 2) for each in of]
+            x = [100 * float(np.mean(each.shares)) + POINT_OFFSET * (number - len(methods) / 2) for each in of]
             y = [100 * float(np.mean(each.right[kind])) for each in of]
             lows, highs = zip(*(_interval(each.right[kind]) for each in of), strict=True)
             own.errorbar(

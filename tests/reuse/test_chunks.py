@@ -34,7 +34,7 @@ TAKE = {
 
 @pytest.fixture(scope="module")
 def model():
-    """Of four layers: after layer 1, what is recomputed matters."""
+    """A model of four layers, so that recomputation after layer 1 matters."""
     return tiny(layers=4).model
 
 

@@ -16,7 +16,7 @@ NEW = random_tokens(1, 4, seed=11)[0]
 
 @pytest.fixture(scope="module")
 def model():
-    """Of four layers: after layer 1, what is recomputed matters."""
+    """A model of four layers, so that recomputation after layer 1 matters."""
     return tiny(layers=4).model
 
 
