@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.errors import CheckpointError, ConfigError
+from kvjax.transport.inflate import inflate
 
 ANS, ZLIB = "constriction", "zlib"
 
@@ -94,13 +95,10 @@ def decompress(data: bytes, shapes: list[tuple[int, int, np.ndarray]], by: str) 
 
 
 def _inflated(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
-    try:
-        whole = np.frombuffer(zlib.decompress(data), np.int8)
-        ends = np.cumsum([number * channels for number, channels in shapes])
-        if len(whole) != ends[-1]:
-            raise ValueError("its size is another one")
-    except (zlib.error, ValueError) as error:
-        raise CheckpointError(f"a stream of codes is damaged: {error}.") from None
+    ends = np.cumsum([number * channels for number, channels in shapes])
+    whole = np.frombuffer(inflate(data, int(ends[-1])), np.int8)
+    if len(whole) != ends[-1]:
+        raise CheckpointError("a stream of codes is damaged: its size is another one.")
     return [part.reshape(shape) for part, shape in zip(np.split(whole, ends[:-1]), shapes, strict=True)]
 
 

@@ -10,11 +10,11 @@ import json
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from kvjax.arguments import plain_signature
 from kvjax.cache.groups import Group
@@ -32,9 +32,11 @@ from kvjax.policies.base import Policy
 from kvjax.transport import entropy, records, varint, vectors
 from kvjax.transport.cachegen import CHUNK
 from kvjax.transport.codecs import CacheGen, Chunk, Codec, Coder, Shape
+from kvjax.transport.inflate import inflate
 from kvjax.transport.records import Parts, Piece
 from kvjax.transport.tables import Tables
 from kvjax.typing import JsonObject
+from kvjax.units import size
 
 MAGIC = b"kvjax context 2\n"
 HEADER = struct.Struct("<II")  # bytes of the header, and the checksum of it and of the exact parts
@@ -155,6 +157,7 @@ def decode(
     *,
     tables: Tables | None = None,
     codec: Codec | None = None,
+    max_bytes: int | None = None,
     options: CacheOptions | None = None,
     **cache: Unpack[CacheKeywords],
 ) -> Context:
@@ -170,11 +173,14 @@ def decode(
         user's own.
       tables: those that `encode` was given.
       codec: the one that `encode` was given; None = CacheGen, as the bytes say, with these tables.
+      max_bytes: the most bytes that the context may have; larger ones are refused before anything is decompressed. A
+        message of unknown origin may be much smaller than its context. None = any number.
       options: see `kvjax.CacheOptions`; limits and blocks are those of the context.
       cache: fields of the options.
 
     Raises:
-      CheckpointError: the bytes are damaged, cut off, or of another model, cache, codec or tables.
+      CheckpointError: the bytes are damaged, cut off, or of another model, cache, codec or tables; or the context has
+        more than `max_bytes`.
       ConfigError: they were coded by constriction, which is not installed.
     """
     options = (options or CacheOptions()).updated(cache, "decode")
@@ -187,15 +193,23 @@ def decode(
         )
     restored = restore(about, model, policy, options, "the message")
     layout, model = restored.layout, restored.made.model
-    rows, width = about["tokens"]
+    rows, width = _shape_of_tokens(about)
     shapes = arranged_state(state_shapes(model, layout, rows), ())
-    exact = _Arrays(parts[0])
-    logits = exact.next((rows, model.config.vocab_size), np.float32)
-    tokens, resolved = exact.next((rows, width), np.int32), exact.next((restored.rows, 2), np.int32)
-    rest = jax.tree.map(lambda leaf: exact.next(leaf.shape, leaf.dtype), vectors.without_slots(shapes))
-    exact.end()
+    leaves, tree = jax.tree.flatten(vectors.without_slots(shapes))
+    exact = [
+        jax.ShapeDtypeStruct((rows, model.config.vocab_size), np.float32),
+        jax.ShapeDtypeStruct((rows, width), np.int32),
+        jax.ShapeDtypeStruct((restored.rows, 2), np.int32),
+        *leaves,
+    ]
+    slots = jax.tree.leaves([(own.position, own.stores) for layer in shapes.layers for own in layer])
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (*exact, *slots))
+    if max_bytes is not None and whole > max_bytes:
+        raise CheckpointError(f"the context has {size(whole)}, more than max_bytes={size(max_bytes)}.")
+    logits, tokens, resolved, *others = _arrays(parts[0], exact)
+    rest = jax.tree.unflatten(tree, others)
     shaped = [own.position.shape for layer in shapes.layers for own in layer]
-    positions = iter(varint.decode(_inflated(parts[1]), shaped))
+    positions = iter(varint.decode(inflate(parts[1], 5 * sum(map(math.prod, shaped))), shaped))
     empty = [
         [_Slots(group, next(positions), np.zeros(own.key.shape, np.float32), np.zeros(own.key.shape, np.float32))
          for group, own in zip(groups, layer, strict=True)]
@@ -317,25 +331,24 @@ def _codec_of(about: JsonObject, tables: Tables | None) -> Codec:
     return CacheGen(own["level"], own["delta"], own["chunk"], tables)
 
 
-class _Arrays:
-    """Arrays whose bytes follow each other."""
+def _shape_of_tokens(about: JsonObject) -> tuple[int, int]:
+    rows, width = about["tokens"]
+    if not all(isinstance(each, int) and each >= 0 for each in (rows, width)) or not rows:
+        raise CheckpointError("the message is damaged: its tokens have no shape.")
+    return rows, width
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._used = _inflated(data), 0
 
-    def next(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-        """Returns the next array."""
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        own = self._data[self._used : self._used + size]
-        self._used += size
-        if len(own) < size:
-            raise CheckpointError("the message is damaged: its arrays are not those of the context.")
-        return np.frombuffer(own, dtype).reshape(shape).copy()
-
-    def end(self) -> None:
-        """Checks that nothing is left."""
-        if self._used != len(self._data):
-            raise CheckpointError("the message is damaged: its arrays are not those of the context.")
+def _arrays(data: bytes, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[np.ndarray]:
+    """Returns arrays of some shapes, whose bytes follow each other."""
+    sizes = [math.prod(each.shape) * each.dtype.itemsize for each in shapes]
+    whole = inflate(data, sum(sizes))
+    if len(whole) != sum(sizes):
+        raise CheckpointError("the message is damaged: its arrays are not those of the context.")
+    ends = itertools.accumulate(sizes, initial=0)
+    return [
+        np.frombuffer(whole[start:stop], each.dtype).reshape(each.shape).copy()
+        for each, (start, stop) in zip(shapes, itertools.pairwise(ends), strict=True)
+    ]
 
 
 def _opened(data: bytes) -> tuple[JsonObject, list[bytes], list[Parts]]:
@@ -366,10 +379,3 @@ def _opened(data: bytes) -> tuple[JsonObject, list[bytes], list[Parts]]:
 
 def _chunks(count: int, chunk: int) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, count, chunk)]
-
-
-def _inflated(data: bytes) -> bytes:
-    try:
-        return zlib.decompress(data)
-    except zlib.error as error:
-        raise CheckpointError(f"the message is damaged: {error}.") from None

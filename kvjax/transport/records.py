@@ -11,6 +11,7 @@ import numpy as np
 from kvjax.errors import CheckpointError
 from kvjax.transport import cachegen, entropy
 from kvjax.transport.cachegen import ANCHOR_LIMIT, Codes
+from kvjax.transport.inflate import inflate
 from kvjax.transport.tables import Pair, add_counts, empty_pair, split
 
 HEAD = struct.Struct("<IIII")  # bytes of ranges, tables and codes, and the checksum of all three
@@ -135,7 +136,8 @@ def read(record: Parts, layers: Layers, settings: Settings, tables: LayerTables 
     ranges, sent, codes = record
     if tables is None:
         own = [_empty(settings, layer) for layer in range(len(layers))]
-        counts, used = np.frombuffer(_inflated(sent), "<u2").astype(np.int64), 0
+        limit = 2 * sum(array.size for array in _arrays(own))
+        counts, used = np.frombuffer(inflate(sent, limit), "<u2").astype(np.int64), 0
         for array in _arrays(own):
             _check(used + array.size <= len(counts))
             array += counts[used : used + array.size].reshape(array.shape)
@@ -184,13 +186,6 @@ def _arrays(tables: LayerTables) -> Iterator[np.ndarray]:
         if pair.anchors is not None:
             yield pair.anchors
         yield pair.differences
-
-
-def _inflated(data: bytes) -> bytes:
-    try:
-        return zlib.decompress(data)
-    except zlib.error as error:
-        raise CheckpointError(f"a record of the message is damaged: {error}.") from None
 
 
 def _check(fits: bool) -> None:

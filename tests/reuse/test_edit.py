@@ -28,9 +28,12 @@ def slots_of(model, context, layer, head):
     return position[order], np.asarray(own.key)[0, head][order], np.asarray(own.value)[0, head][order]
 
 
-def test_worked_cases(stories, shared_data):  # noqa: F811
-    count = 0
-    for arguments, _, given, expected in cases(shared_data, "edit"):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("number", range(9))
+def test_worked_cases(stories, shared_data, number):  # noqa: F811
+    found = [*cases(shared_data, "edit")]
+    assert len(found) == 9
+    for arguments, _, given, expected in found[number : number + 1]:
         policy = policies.by_name(**(arguments["policy"] or {"name": "full"}), positions=arguments["positions"])
         context = contexts.prefill(stories, given["tokens"], policy)
         sizes = [size for *_, size in arguments["edits"]]
@@ -46,12 +49,10 @@ def test_worked_cases(stories, shared_data):  # noqa: F811
         if len(edits) == 1:
             # The logits of the first new token: those after the last one, where there are no others.
             (start, stop, own), tokens = edits[0], given["tokens"]
-            for number, logits in [*enumerate(expected["block_logits"], 1)][:1]:
-                text = np.concatenate([tokens[:start], own[:number], tokens[stop:]]).astype(np.int32)
-                partly = editing._edited(stories, context, start, stop, own[:number], text)
+            for logits in expected["block_logits"][:1]:
+                text = np.concatenate([tokens[:start], own[:1], tokens[stop:]]).astype(np.int32)
+                partly = editing._edited(stories, context, start, stop, own[:1], text)
                 np.testing.assert_allclose(np.asarray(partly.logits)[0, IDS], logits, atol=2e-4)
-        count += 1
-    assert count == 9
 
 
 def leaves_of(context):

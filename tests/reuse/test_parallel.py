@@ -31,9 +31,12 @@ def mass_of(tokens):
     return policies.evict(importance=importance, budget=128, name="mass of the end")
 
 
-def test_worked_cases(stories, shared_data):  # noqa: F811
-    count = 0
-    for arguments, expect, given, expected in cases(shared_data, "parallel"):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("number", range(5))
+def test_worked_cases(stories, shared_data, number):  # noqa: F811
+    found = [*cases(shared_data, "parallel")]
+    assert len(found) == 5
+    for arguments, expect, given, expected in found[number : number + 1]:
         prefix, question = prefix_of(stories, given), given["suffix"]
         own = [reuse.compute(stories, each, prefix) for each in divided(given["contexts"], arguments["lengths"])]
         options = {name: arguments[name] for name in ("temperature", "scale")}
@@ -46,15 +49,11 @@ def test_worked_cases(stories, shared_data):  # noqa: F811
             np.testing.assert_allclose(mass[:, : expected["mass"].shape[2]], expected["mass"][place], atol=2e-5)
         shift = int(np.asarray(arranged_state(made.state, ()).layers[0][0].marks["shift"])[0, 0])
         assert len(made.text[0]) - len(question) - shift == expect["first_position"]
-        count += 1
-        if count > 2:
-            continue  # a program for each length of a question
         one = reuse.parallel(stories, own, question[:1], **options)
         for number, logits in enumerate(expected["logits"]):
             if number:
                 one = contexts.extend(stories, one, question[number : number + 1])
             np.testing.assert_allclose(np.asarray(one.logits)[0, IDS], logits, atol=2e-4)
-    assert count == 5
 
 
 @pytest.mark.sampled(1)

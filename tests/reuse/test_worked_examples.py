@@ -46,9 +46,12 @@ def assert_logits(model, context, question, make, expected):
         np.testing.assert_allclose(np.asarray(context.logits)[0, IDS], logits, atol=2e-4)
 
 
-def test_blend(stories, shared_data):
-    count = 0
-    for arguments, expect, given, expected in cases(shared_data, "blend"):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("number", range(9))
+def test_blend(stories, shared_data, number):
+    found = [*cases(shared_data, "blend")]
+    assert len(found) == 9
+    for arguments, expect, given, expected in found[number : number + 1]:
         prefix = prefix_of(stories, given)
         caches = [reuse.compute(stories, each, prefix) for each in divided(given["chunks"], arguments["lengths"])]
         options = {name: arguments[name] for name in ("ratio", "check", "deviation", "first")}
@@ -65,8 +68,6 @@ def test_blend(stories, shared_data):
         np.testing.assert_allclose(far.attention, expected["attention_distance"], atol=2e-5)
         np.testing.assert_allclose(far.rank_correlation, expected["spearman"], atol=1e-5)
         assert far.agrees == expect["agree"]
-        count += 1
-    assert count == 9
 
 
 def test_what_a_variant_lacks(shared_data):

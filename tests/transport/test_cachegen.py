@@ -1,6 +1,7 @@
 """CacheGen's codes are those of the worked cases, to the bit, and a message is the context but for what they round."""
 
 import json
+import zlib
 
 import jax
 import numpy as np
@@ -10,8 +11,9 @@ from kvjax import contexts, policies, selection, storage, transport
 from kvjax.cache import CacheSpec
 from kvjax.cache.layer_stack import arranged_state
 from kvjax.errors import CheckpointError, ConfigError, InputError
-from kvjax.transport import cachegen, entropy, varint, vectors
+from kvjax.transport import cachegen, entropy, messages, varint, vectors
 from kvjax.transport.entropy import Symbols
+from kvjax.transport.inflate import inflate
 from kvjax.transport.tables import split
 from tests.tiny import random_tokens, tiny
 
@@ -215,6 +217,32 @@ def test_whatever_is_damaged_or_cut_off_is_noticed():
         transport.decode(data, model, policies.h2o(13))
     with pytest.raises(InputError, match="data must be bytes"):
         transport.decode("text", model)
+
+
+def test_a_part_does_not_become_larger_than_it_must_be():
+    """Parts that inflate without end are refused, whatever their checksums."""
+    context = context_of("full", layers=1)
+    model, data = context.made.model, transport.encode(context)
+    assert transport.decode(data, model, max_bytes=1 << 20).num_rows == 2
+    with pytest.raises(CheckpointError, match="more than max_bytes="):
+        transport.decode(data, model, max_bytes=1000)
+    bomb = zlib.compress(bytes(1 << 24), 9)
+    assert len(bomb) < 20_000
+    for limit in (0, 1000, (1 << 24) - 1):
+        with pytest.raises(CheckpointError, match="the size of a part"):
+            inflate(bomb, limit)
+    assert len(inflate(bomb, 1 << 24)) == 1 << 24
+    for damaged in (bomb[:-1], bomb + b"more", b"nothing"):
+        with pytest.raises(CheckpointError, match="damaged"):
+            inflate(damaged, 1 << 24)
+    about, parts, _ = messages._opened(data)
+    header = json.dumps(about | {"parts": [len(bomb), len(parts[1])]}).encode()
+    checksum = zlib.crc32(header + bomb + parts[1])
+    place = len(messages.MAGIC) + messages.HEADER.size + messages.HEADER.unpack_from(data, len(messages.MAGIC))[0]
+    rest = data[place + sum(map(len, parts)) :]
+    forged = messages.MAGIC + messages.HEADER.pack(len(header), checksum) + header + bomb + parts[1] + rest
+    with pytest.raises(CheckpointError, match="the size of a part"):
+        transport.decode(forged, model)
 
 
 def test_what_cannot_be_coded_is_refused():
