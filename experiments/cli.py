@@ -217,8 +217,10 @@ def _repeated_interrupts() -> Iterator[None]:
     discard whatever exception they meet. One of 24 interruptions of a compiling run was.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # signals are somebody else's
+    has_timers = hasattr(signal, "setitimer")  # not on Windows
+    if not (in_main_thread and has_timers and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        # Only the main thread may set handlers, and another handler stays.
+        yield
         return
 
     def interrupt(*_: object) -> None:

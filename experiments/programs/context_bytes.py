@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -116,12 +116,15 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
 
 
 def _add_coded(
-    add: object, model: Model, whole: Context, codec: transport.CacheGen | transport.KVTC, name: str
+    add: Callable[[str, Context, int, float | None], None],
+    model: Model,
+    whole: Context,
+    codec: transport.CacheGen | transport.KVTC,
+    name: str,
 ) -> None:
     coded = transport.encode(whole, codec=codec)
     report = transport.report(coded)
     found = transport.decode(coded, model, codec=codec)
-    assert callable(add)
     add(name, found, report.ranges + report.tables + report.codes, report.ideal_bits)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ from kvjax.cache.planning.layout import Group
 from kvjax.cache.state import Block
 from kvjax.errors import InputError
 from kvjax.inputs import check_batch
+from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import GATES, Decoder, run_layer
+from kvjax.models.decoder import GATES, run_layer
 from kvjax.models.gates import Gates
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
@@ -312,7 +313,7 @@ def run_text(
 ) -> tuple[Array, list[LayerInputs]]:
     """Returns the result of `hidden_states`, and the inputs of the attention of each layer."""
     dtype = params["embed"]["tokens"].dtype
-    decoder = Decoder(config, dtype)
+    decoder = bind(config, params)
     # [B, T]
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     position = jnp.where(position < lengths[:, None], position, -1)
@@ -326,7 +327,7 @@ def run_text(
         return made.x, LayerInputs(made.entered, *made.projected)
 
     # [B, T, hidden]
-    x = cast(Array, decoder.apply({"params": params}, tokens, block, method="enter"))
+    x = decoder.enter(tokens, block)
     inputs = []
     for index in range(config.num_layers):
         own = params[f"layer_{index}"]
@@ -334,4 +335,4 @@ def run_text(
             own = {**own, "attention": {**own["attention"], GATES: gates[index]}}
         x, entered = jax.checkpoint(functools.partial(layer, index))(own, x)
         inputs.append(entered)
-    return cast(Array, decoder.apply({"params": params}, x, method="leave")), inputs
+    return decoder.leave(x), inputs

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block
 from kvjax.errors import PolicyError, StorageError
 from kvjax.inputs import check_batch
+from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig, model_sizes
-from kvjax.models.decoder import POLICY, SIDES, Decoder, run_layer
+from kvjax.models.decoder import POLICY, SIDES, run_layer
 from kvjax.models.gradients import gradients
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, host_memory
@@ -309,6 +310,5 @@ def _block(lengths: Array, *, width: int, layers: int) -> Block:
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def _enter(params: Params, tokens: Array, block: Block, *, config: DecoderConfig) -> Array:
-    decoder = Decoder(config, params["embed"]["tokens"].dtype)
     # [B, T, hidden]
-    return cast(Array, decoder.apply({"params": params}, tokens, block, method="enter"))
+    return bind(config, params).enter(tokens, block)

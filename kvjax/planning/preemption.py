@@ -219,7 +219,7 @@ def simulate_preemption(
             used += own
             left -= more if row.held < row.end else 0
         ids = {id(row) for row, _ in chosen}
-        # Of turns that have ended, and of those that wait.
+        # Rows whose turn has ended leave first, then those that must wait.
         swap_bytes, swap_copies, swaps = pending[0], pending[1], swaps + pending[2]
         pending = (0, 0, 0)
         for row in present:

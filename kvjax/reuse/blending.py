@@ -81,7 +81,8 @@ def blend(
         rising, each of which chooses among those of the one before (the paper's gradual filtering).
       check: the layer whose values are compared, from 1 to the last; None = no token is recomputed but for `first`.
       deviation: what is compared: ``value``, ``key``, or ``both``, by the squared distance over KV heads and features.
-      first: the first tokens of each chunk that go through all layers besides (as in EPIC, arXiv:2410.15332).
+      first: the number of first tokens of each chunk that are recomputed in all layers, in addition to those chosen
+        by deviation (as in EPIC, arXiv:2410.15332).
       room: the number of tokens that arrays are made for; None for 256 more than there are.
       options: see `kvjax.CacheOptions`.
       cache: fields of the options.

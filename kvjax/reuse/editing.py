@@ -102,10 +102,8 @@ def edit(
     for start, stop, new in given:
         start, stop = start + moved, stop + moved
         tokens = np.concatenate([tokens[:start], new, tokens[stop:]]).astype(np.int32)
-        context, last_fed = (
-            _edited(model, context, start, stop, new, tokens),
-            start + len(new) == len(tokens) and len(new) > 0,
-        )
+        context = _edited(model, context, start, stop, new, tokens)
+        last_fed = len(new) > 0 and start + len(new) == len(tokens)
         moved += len(new) - (stop - start)
     if repair is not None:
         ((start, _, new),) = given

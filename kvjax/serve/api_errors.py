@@ -40,7 +40,7 @@ class ApiError(Exception):
         """The JSON of the response."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
-        # What was given may be as long as a body.
+        # The value may be as long as the body of a request.
         message = without_middle(str(self), MAX_CHARACTERS)
         param = None if self.param is None else without_middle(self.param, MAX_CHARACTERS)
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}

@@ -30,7 +30,7 @@ class EventStream(Response):
             await while_connected(receive, self._send(scope, receive, send))
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A request that is refused has a status of its own, so nothing is sent before the first piece.
+        # A refused request is answered with an error status, so the status is not sent before the first piece.
         index, piece = await self._pieces.get()
         if isinstance(piece, Exception):
             await response_of(api_error_of(piece))(scope, receive, send)

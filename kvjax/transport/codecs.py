@@ -89,8 +89,8 @@ class Codec(Protocol):
         """Returns the coder of a cache; `by` is the entropy coder."""
 
 
-class OfContexts:
-    """The codec as `kvjax.contexts.save` and `kvjax.contexts.load` take it."""
+class ContextCodecMixin:
+    """The methods that `kvjax.contexts.save` and `kvjax.contexts.load` call."""
 
     def encode(self, context: Context) -> bytes:
         """Returns a context as bytes; see `kvjax.transport.encode`."""
@@ -122,7 +122,7 @@ def check_chunk(chunk: object) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheGen(OfContexts):
+class CacheGen(ContextCodecMixin):
     """CacheGen's codes (arXiv:2310.07240): differences from the first vector of ten, in few whole numbers.
 
     Attributes:
@@ -177,7 +177,7 @@ class CacheGenCoder:
 
 
 @dataclasses.dataclass(frozen=True)
-class KVTC(OfContexts):
+class KVTC(ContextCodecMixin):
     """KVTC (arXiv:2511.01815): principal components of the keys before rotation, and of the values, of all heads.
 
     The first and the newest tokens are held exactly. All heads must hold the same positions.

@@ -33,26 +33,26 @@ def slots_of(model, context, layer, head):
 def test_worked_cases(stories, shared_data, number):  # noqa: F811
     found = [*cases(shared_data, "edit")]
     assert len(found) == 9
-    for arguments, _, given, expected in found[number : number + 1]:
-        policy = policies.by_name(**(arguments["policy"] or {"name": "full"}), positions=arguments["positions"])
-        context = contexts.prefill(stories, given["tokens"], policy)
-        sizes = [size for *_, size in arguments["edits"]]
-        new = np.split(given["new"], np.cumsum(sizes)[:-1])
-        edits = [(start, stop, own) for (start, stop, _), own in zip(arguments["edits"], new, strict=True)]
-        made = reuse.edit(stories, context, *edits, repair=arguments["repair"])
-        np.testing.assert_allclose(np.asarray(made.logits)[0, IDS], expected["logits"], atol=2e-4)
-        for place, head in enumerate((0, 3)):
-            position, key, value = slots_of(stories, made, 4, head)
-            np.testing.assert_array_equal(position, expected["position"])
-            np.testing.assert_allclose(key, expected["key"][place], atol=1e-4)
-            np.testing.assert_allclose(value, expected["value"][place], atol=1e-4)
-        if len(edits) == 1:
-            # The logits of the first new token: those after the last one, where there are no others.
-            (start, stop, own), tokens = edits[0], given["tokens"]
-            for logits in expected["block_logits"][:1]:
-                text = np.concatenate([tokens[:start], own[:1], tokens[stop:]]).astype(np.int32)
-                partly = editing._edited(stories, context, start, stop, own[:1], text)
-                np.testing.assert_allclose(np.asarray(partly.logits)[0, IDS], logits, atol=2e-4)
+    arguments, _, given, expected = found[number]
+    policy = policies.by_name(**(arguments["policy"] or {"name": "full"}), positions=arguments["positions"])
+    context = contexts.prefill(stories, given["tokens"], policy)
+    sizes = [size for *_, size in arguments["edits"]]
+    new = np.split(given["new"], np.cumsum(sizes)[:-1])
+    edits = [(start, stop, own) for (start, stop, _), own in zip(arguments["edits"], new, strict=True)]
+    made = reuse.edit(stories, context, *edits, repair=arguments["repair"])
+    np.testing.assert_allclose(np.asarray(made.logits)[0, IDS], expected["logits"], atol=1e-4)
+    for place, head in enumerate((0, 3)):
+        position, key, value = slots_of(stories, made, 4, head)
+        np.testing.assert_array_equal(position, expected["position"])
+        np.testing.assert_allclose(key, expected["key"][place], atol=1e-4)
+        np.testing.assert_allclose(value, expected["value"][place], atol=1e-4)
+    if len(edits) == 1:
+        # The logits of each new token: those after the last one, where there are no others.
+        (start, stop, own), tokens = edits[0], given["tokens"]
+        for count, logits in enumerate(expected["block_logits"], 1):
+            text = np.concatenate([tokens[:start], own[:count], tokens[stop:]]).astype(np.int32)
+            partly = editing._edited(stories, context, start, stop, own[:count], text)
+            np.testing.assert_allclose(np.asarray(partly.logits)[0, IDS], logits, atol=1e-4)
 
 
 def leaves_of(context):
