@@ -21,6 +21,7 @@ def compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(native._Process, "started", {})
     monkeypatch.setattr(native._Process, "waits", False)
     monkeypatch.setattr(choice._Process, "setting", "auto")
+    monkeypatch.setattr(choice._Process, "used", {})
 
     def use(text: str) -> None:
         path = tmp_path / "cxx"
