@@ -95,7 +95,7 @@ def blend(
     options = (options or CacheOptions()).updated(cache, "blend")
     prefix = check_chunks(model, chunks)
     layers = model.config.num_layers
-    ids = checked_tokens(model, "question", question)
+    ids = checked_tokens(model.config, "question", question)
     shares = _checked_shares(ratio, check, layers)
     choice_argument("deviation", deviation, DEVIATIONS, error=InputError)
     if first != 0:

@@ -14,6 +14,7 @@ from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.contexts.turns import same_weights
 from kvjax.errors import InputError
 from kvjax.inputs import check_batch, check_one_row
+from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.reuse.layerwise import LayerResult, check_model, run_tokens
 from kvjax.summary import one_line
@@ -63,7 +64,7 @@ def compute(model: Model, tokens: ArrayLike, prefix: ChunkCache | None = None) -
     Raises:
       InputError: tokens that are not valid, a prefix of another model, or a model with learned positions.
     """
-    ids = checked_tokens(model, "tokens", tokens)
+    ids = checked_tokens(model.config, "tokens", tokens)
     check_prefix(model, prefix)
     text = Text.of(model, [], prefix, tokens=ids)
     begun = 0 if prefix is None else len(prefix)
@@ -174,12 +175,12 @@ def check_chunks(model: Model, chunks: Sequence[ChunkCache]) -> ChunkCache | Non
     return chunks[0].prefix
 
 
-def checked_tokens(model: Model, name: str, tokens: ArrayLike) -> np.ndarray:
+def checked_tokens(config: DecoderConfig, name: str, tokens: ArrayLike) -> np.ndarray:
     """Returns one row of tokens, [n] int32.
 
     Raises:
       InputError: they are not valid.
     """
-    check_model(model.config)
+    check_model(config)
     check_one_row(name, tokens)
-    return check_batch(model.config, tokens, None, new_tokens=0).tokens[0].astype(np.int32)
+    return check_batch(config, tokens, None, new_tokens=0).tokens[0].astype(np.int32)

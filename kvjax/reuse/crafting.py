@@ -70,7 +70,7 @@ def craft(
     model = store.model
     if not chunks:
         raise InputError("chunks must have the tokens of at least one chunk.")
-    ids = checked_tokens(model, "question", question)
+    ids = checked_tokens(model.config, "question", question)
     found = [store.choose(own, chunks[:number], alpha) for number, own in enumerate(chunks)]
     caches = [variant.cache for variant, _ in found]
     text = Text.of(model, caches, check_chunks(model, caches))

@@ -308,7 +308,7 @@ def _checked(
                 f"{shown(stop)}."
             )
         empty = np.size(np.asarray(tokens)) == 0
-        new = np.zeros(0, np.int32) if empty else checked_tokens(model, "the tokens of an edit", tokens)
+        new = np.zeros(0, np.int32) if empty else checked_tokens(model.config, "the tokens of an edit", tokens)
         found.append((int(start), int(stop), new))
         end = int(stop)
     if length + sum(len(new) - (stop - start) for start, stop, new in found) < 1:

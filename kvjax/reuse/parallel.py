@@ -64,7 +64,7 @@ def parallel(
     number_argument("scale", scale, minimum=0, maximum=10, error=InputError)
     if reason := _refuses(model.config):
         raise InputError(f"contexts cannot share positions: {reason}.")
-    ids = checked_tokens(model, "question", question)
+    ids = checked_tokens(model.config, "question", question)
     own, spec = options.resolve(model, policies.full() if policy is None else policy)
     text = Text.of(model, chunks, prefix)
     begun, longest = text.starts[0], max(map(len, chunks))

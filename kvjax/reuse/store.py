@@ -178,7 +178,7 @@ class ChunkStore:
         self._drop()
 
     def _known(self, tokens: ArrayLike) -> Chunk:
-        return tuple(checked_tokens(self.model, "tokens", tokens).tolist())
+        return tuple(checked_tokens(self.model.config, "tokens", tokens).tolist())
 
     def _computed(self, chunk: Chunk) -> Variant:
         (made,) = compute_variants(self.model, [np.array(chunk, np.int32)], self.prefix)

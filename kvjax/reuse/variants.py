@@ -63,7 +63,7 @@ def compute_variants(model: Model, chunks: Sequence[ArrayLike], prefix: ChunkCac
     check_model(model.config)
     if not chunks:
         raise InputError("chunks must have the tokens of at least one chunk.")
-    ids = [checked_tokens(model, f"chunk {number}", each) for number, each in enumerate(chunks)]
+    ids = [checked_tokens(model.config, f"chunk {number}", each) for number, each in enumerate(chunks)]
     check_prefix(model, prefix)
     text = Text.of(model, [], prefix, tokens=np.concatenate(ids))
     begun = 0 if prefix is None else len(prefix)

@@ -94,6 +94,11 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "or the storage is not exact",
             {"type": _size, "metavar": "BYTES"},
         ),
+        "document-cache": (
+            "bytes of host memory for the caches of documents, which come before the prompts of requests in any order, "
+            "such as 4GB; 0 = documents are refused",
+            {"type": _size, "default": "1GB", "metavar": "BYTES"},
+        ),
         "conversation-bytes": (
             "bytes of host memory for conversations, of which a request sends its new messages alone, such as 4GB; 0 = "
             "none are held; without it 4GB, or 0 if there can be none, such as with --speculate",

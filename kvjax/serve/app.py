@@ -30,6 +30,7 @@ from kvjax.serve.chat_prompts import chat_prompt, conversation_id
 from kvjax.serve.clients import Client, client_of
 from kvjax.serve.connections import Connections
 from kvjax.serve.conversations import Conversation, ConversationBusy, Conversations, NoConversation
+from kvjax.serve.document_fields import ChatTokens
 from kvjax.serve.engine import Busy, Engine, Stopped, StreamChunk, Ticket
 from kvjax.serve.event_stream import EventStream, Pieces, while_connected
 from kvjax.serve.protocol import Call, ServerInfo, check_model, parse, read
@@ -134,6 +135,7 @@ class _Pages:
             "drafted": counts.drafted,
             "accepted": counts.accepted,
             "prefix_cache": self._prefix_cache(request),
+            "documents": self._document_counts(request),
             "conversations": self._conversation_counts(request),
         }
         return JSONResponse(about, 200 if error is None else 503)
@@ -149,6 +151,20 @@ class _Pages:
         counts = store.counts(self._namespace(request))
         return about | {
             "bytes": counts.nbytes, "states": counts.states, "hits": counts.hits, "misses": counts.misses,
+            "found_tokens": counts.saved_tokens,
+        }  # fmt: skip
+
+    def _document_counts(self, request: Request) -> JsonObject | None:
+        """The counts of the caches of documents; None if none are kept."""
+        caches = self._engine.documents
+        if not caches.max_bytes:
+            return None
+        about: JsonObject = {"max_bytes": caches.max_bytes}
+        if not self._sees_counts(request):
+            return about
+        counts = caches.counts(self._namespace(request))
+        return about | {
+            "bytes": counts.nbytes, "caches": counts.states, "hits": counts.hits, "misses": counts.misses,
             "found_tokens": counts.saved_tokens,
         }  # fmt: skip
 
@@ -279,7 +295,7 @@ class _Pages:
         ending.callback(self._conversations.release, conversation)
         return conversation
 
-    async def _chat_prompt(self, body: JsonObject, conversation: Conversation | None, request: Request) -> list[int]:
+    async def _chat_prompt(self, body: JsonObject, conversation: Conversation | None, request: Request) -> ChatTokens:
         """Returns the prompt of a chat. Clients that wait for a slow template hold no thread of others."""
         if self._rendering >= self._engine.max_requests:
             raise ApiError(429, "the server is busy: too many conversations are waiting.", code=BUSY)

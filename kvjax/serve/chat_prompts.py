@@ -4,12 +4,13 @@ from kvjax.contexts.chats import next_turn
 from kvjax.errors import KvjaxError
 from kvjax.generation.context import Context
 from kvjax.serve.api_errors import ApiError
+from kvjax.serve.document_fields import ChatTokens, given_documents, with_documents
 from kvjax.serve.prefix import text_of
 from kvjax.serve.protocol import ServerInfo, check_size
 from kvjax.typing import JsonObject
 
 
-def chat_prompt(body: JsonObject, served: ServerInfo, before: Context | None) -> list[int]:
+def chat_prompt(body: JsonObject, served: ServerInfo, before: Context | None) -> ChatTokens:
     """Returns the token ids of a chat's messages, after which the answer follows.
 
     The chat template writes them, which may take as long as `kvjax.checkpoint.sandbox` allows.
@@ -33,10 +34,13 @@ def chat_prompt(body: JsonObject, served: ServerInfo, before: Context | None) ->
     try:
         if before is not None:
             check_size("".join(message["content"] for message in messages), served, before, "messages")
-            return next_turn(served.model, text_of(before), messages)
+            return ChatTokens(next_turn(served.model, text_of(before), messages))
+        if given_documents(body) is not None:
+            check_size("".join(message["content"] for message in messages), served, None, "messages")
+            return with_documents(messages, tokenizer)
         text = tokenizer.apply_chat_template(messages)
         check_size(text, served, None, "messages")
-        return tokenizer.encode(text, bos=False)
+        return ChatTokens(tokenizer.encode(text, bos=False))
     except KvjaxError as error:
         raise ApiError(400, str(error), param="messages") from None
 

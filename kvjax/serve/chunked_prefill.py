@@ -10,6 +10,7 @@ from kvjax.cache.empty import empty_layers
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.lowering import Budgets
 from kvjax.cache.state import Block, KVState
+from kvjax.generation.context import Span
 from kvjax.generation.prefill import GroupBudgets, converted
 from kvjax.generation.program import program
 from kvjax.generation.prompt_replay import replayed
@@ -28,11 +29,13 @@ class Prompt(NamedTuple):
       tokens: [n] int32.
       total: the number of tokens that the row will hold in all.
       budgets: of one row.
+      spans: how its tokens are fed, if neither in one shot nor in blocks.
     """
 
     tokens: np.ndarray
     total: int
     budgets: Budgets
+    spans: tuple[Span, ...] | None = None
 
 
 class Started(NamedTuple):

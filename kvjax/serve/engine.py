@@ -10,6 +10,7 @@ from kvjax.contexts.prefix_store import PrefixStore
 from kvjax.errors import InputError
 from kvjax.serve.clients import Client, FairQueue
 from kvjax.serve.counts import Counts, Load
+from kvjax.serve.documents import DocumentCaches
 from kvjax.serve.request import Progress, Request, Result
 from kvjax.serve.runner import Runner
 from kvjax.serve.text_stream import TextStream, TokenText
@@ -122,6 +123,11 @@ class Engine:
     def prefix_store(self) -> PrefixStore | None:
         """The states of prompts; None if none are kept."""
         return self._runner.prefix_store
+
+    @property
+    def documents(self) -> DocumentCaches:
+        """The caches of documents."""
+        return self._runner.documents
 
     def submit(self, requests: list[Asked], client: Client = SHARED, *, places: int | None = None) -> list[Ticket]:
         """Adds requests, all of them or none.

@@ -9,10 +9,12 @@ import numpy as np
 
 from kvjax.serve import prefix as prefixes
 from kvjax.serve.chunked_prefill import InBlocks, Prompt, Started
+from kvjax.serve.documents import DocumentCaches, DocumentPrompt
 from kvjax.serve.prompt_states import PromptStates, StoredPrompt
 from kvjax.serve.prompts import Prompts
 from kvjax.serve.request import Checked
 
+Parts = InBlocks | StoredPrompt | DocumentPrompt  # of a prompt
 MAX_BEGUN = 2  # prompts in blocks that have begun and not ended
 
 
@@ -24,14 +26,14 @@ class Job:
       id: see `kvjax.serve.Runner.submit`.
       request: the request.
       prompt: its prompt; None if it continues a prefix.
-      bucket: the width that the prompt is padded to, 0 without one; None if it is run in blocks.
+      bucket: the width that the prompt is padded to, 0 without one; None if it is run in blocks, or has documents.
       tokens: the new tokens of each chunk.
       logprobs: their log-probabilities.
       count: the number of new tokens.
       ended: whether it has all its tokens, or was cancelled.
       ended_by_host: whether its row, when it ended, might have gone on.
       dispatched: whether a chunk that decodes it has been dispatched.
-      found: the number of its prompt's tokens that were in a store.
+      found: the number of its prompt's tokens, or of its documents', that were in a store.
     """
 
     id: int
@@ -81,22 +83,31 @@ class Intake:
       found_tokens: the number of those that were found.
     """
 
-    def __init__(self, prompts: Prompts, states: PromptStates | None, *, look: int, turn_tokens: int):
+    def __init__(
+        self,
+        prompts: Prompts,
+        states: PromptStates | None,
+        documents: DocumentCaches,
+        *,
+        look: int,
+        turn_tokens: int,
+    ):
         """Begins without requests.
 
         Args:
           prompts: runs prompts.
           states: finds those that were run before; None for none.
+          documents: the caches of requests' documents.
           look: the number of waiting requests that the next prompts are chosen from.
           turn_tokens: the number of tokens of prompts, padding included, after which running rows go on.
         """
         self.prompt_tokens = self.found_tokens = 0
-        self._states = states
+        self._states, self._documents = states, documents
         self._prompts, self._look, self._turn_tokens = prompts, look, turn_tokens
         self._waiting: collections.deque[Job] = collections.deque()
         self._ready: collections.deque[Ready] = collections.deque()
         # By arrival; the most urgent one goes on.
-        self._begun: list[tuple[Job, InBlocks | StoredPrompt]] = []
+        self._begun: list[tuple[Job, Parts]] = []
         self._block_next, self._spent = True, 0
 
     def __bool__(self) -> bool:
@@ -223,7 +234,7 @@ class Intake:
 
     def _find(self, job: Job) -> bool:
         """Whether the prompt of a job was in the store; the job is then ready."""
-        if self._states is None or job.prompt is None:
+        if self._states is None or job.prompt is None or job.request.documents is not None:
             return False
         started = self._states.whole(job.prompt, job.request.namespace)
         if started is not None:
@@ -231,11 +242,16 @@ class Intake:
             self._are_run([job], started)
         return started is not None
 
-    def _begin(self, job: Job, prompt: Prompt) -> InBlocks | StoredPrompt:
-        """Begins a prompt that is run block by block."""
-        if self._states is None:
+    def _begin(self, job: Job, prompt: Prompt) -> Parts:
+        """Begins a prompt that is run block by block, or document by document."""
+        own = job.request
+        blocks: StoredPrompt | DocumentPrompt | None = None
+        if own.documents is not None:
+            blocks = self._documents.begin(prompt, own.documents, own.namespace)
+        elif self._states is not None:
+            blocks = self._states.begin(prompt, own.namespace)
+        if blocks is None:
             return self._prompts.begin(prompt)
-        blocks = self._states.begin(prompt, job.request.namespace)
         job.found = blocks.found
         return blocks
 

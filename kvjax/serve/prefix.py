@@ -184,10 +184,13 @@ def after_request(
 
 def _after_prompt(prompts: Prompts, prompt: Prompt, logits: Array, state: KVState) -> Context:
     tokens = prompt.tokens
-    block = prompts.block if prompts.bucket(prompt) is None else len(tokens)
-    assert block is not None
+    spans = prompt.spans
+    if spans is None:
+        block = prompts.block if prompts.bucket(prompt) is None else len(tokens)
+        assert block is not None
+        spans = (Span(len(tokens), block),)
     return Context(
-        logits, state, prompts.layout, tokens[None], 1, ((Span(len(tokens), block),),), prompts.made,
+        logits, state, prompts.layout, tokens[None], 1, (spans,), prompts.made,
         np.array([[len(tokens), prompt.total]], np.int32),
     )  # fmt: skip
 

@@ -55,7 +55,8 @@ def runner_for(flags: argparse.Namespace) -> Runner:
     return Runner(
         model, spec, rows=flags.rows, limits=Limits(prompt=flags.prompt, new_tokens=flags.new_tokens),
         prefill_block=flags.prefill_block, chunk=flags.chunk, turn_tokens=max(512, flags.prompt // 8),
-        swap_bytes=flags.swap_bytes, prefix_store=PrefixStore(max_bytes) if max_bytes else None,
+        document_bytes=flags.document_cache, swap_bytes=flags.swap_bytes,
+        prefix_store=PrefixStore(max_bytes) if max_bytes else None,
         implementation=flags.implementation,
         speculate=None if flags.speculate is None else drafts(flags.speculate, flags.gamma),
     )  # fmt: skip

@@ -3,7 +3,9 @@
 Source: the API reference at platform.openai.com, "Completions" and "Chat completions". What kvjax cannot do is refused,
 not ignored. Further fields, which the `openai` package sends from ``extra_body``: top_k, min_p, repetition_penalty,
 stop_token_ids, ignore_eos, priority (as in vLLM: the lowest number is served first), prefix, the name of a state that
-the server was given, and conversation, as in OpenAI's responses: the id of a conversation that the server holds.
+the server was given, conversation, as in OpenAI's responses: the id of a conversation that the server holds, documents,
+texts before the prompt, as in the templates of `transformers`, and recompute_ratio, the share of these that is computed
+again.
 """
 
 import dataclasses
@@ -18,6 +20,9 @@ from kvjax.generation.sampling import Greedy, Sample, Sampler
 from kvjax.models.model import Model
 from kvjax.serve.api_errors import ApiError
 from kvjax.serve.conversations import Conversation
+from kvjax.serve.document_fields import FIELDS as DOCUMENT_FIELDS
+from kvjax.serve.document_fields import ChatTokens, GivenDocuments, document_tokens, given_documents
+from kvjax.serve.documents import Documents
 from kvjax.serve.prefix import room_of, text_of
 from kvjax.serve.request import SEEDS, Request
 from kvjax.serve.text_stream import TextStream
@@ -38,7 +43,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 COMMON = {
     "model", "max_tokens", "temperature", "top_p", "n", "stream", "stream_options", "stop", "seed", "logprobs",
-    "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "priority",
+    "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "priority", *DOCUMENT_FIELDS,
 }  # fmt: skip
 FIELDS = {
     "completion": COMMON | {"prompt", "prefix"},
@@ -114,7 +119,7 @@ def read(
     kind: str,
     body: JsonObject,
     served: ServerInfo,
-    chat: list[int] | None = None,
+    chat: ChatTokens | None = None,
     conversation: Conversation | None = None,
 ) -> Call:
     """Checks the body of a request.
@@ -140,11 +145,15 @@ def read(
     stream, options = _field(body, "stream", bool, False), _field(body, "stream_options", dict, {})
     kept = conversation is not None
     prefix = _prefix(body, served) if conversation is None else conversation.context
-    if chat is not None:
-        prompts = [chat]
-        _check_length(chat, served, prefix, "messages", kept=kept)
-    else:
-        prompts = _prompts(body, served, prefix)
+    given = given_documents(body)
+    if given is not None and prefix is not None:
+        name = "prefix" if conversation is None else "conversation"
+        raise ApiError(400, f"documents cannot follow a {name}.", param="documents", code="unsupported_parameter")
+    prompts = _prompts(body, served, prefix, bos=given is None) if chat is None else [chat.tokens]
+    documents = None if given is None else _documents(given, body, served, chat)
+    document_length = 0 if documents is None else len(documents.begin) + sum(map(len, documents.chunks))
+    for prompt in prompts:
+        _check_length(prompt, document_length, served, prefix, "prompt" if chat is None else "messages", kept=kept)
     stops, ids = _stops(body, served.model)
     sampler, tokens = _sampler(body, served.model), _max_tokens(kind, body, served, prefix, kept=kept)
     choices = _whole(body, "n", 1, 1, MAX_CHOICES)
@@ -175,6 +184,7 @@ def read(
                     seed=seed,
                     number=number,
                     prefix=prefix,
+                    documents=documents,
                     early=stream,
                     priority=priority,
                     keep_context=kept,
@@ -192,7 +202,21 @@ def check_model(name: str, served: ServerInfo) -> None:
                        code="model_not_found")  # fmt: skip
 
 
-def _prompts(body: JsonObject, served: ServerInfo, prefix: Context | None) -> list[list[int]]:
+def _documents(given: GivenDocuments, body: JsonObject, served: ServerInfo, chat: ChatTokens | None) -> Documents:
+    """The documents of a body. Those of texts follow what begins a text; those of token ids, nothing."""
+    tokenizer, prompt = served.model.tokenizer, body.get("prompt")
+    if tokenizer is not None:
+        check_size("".join(each for each in given.texts if isinstance(each, str)), served, None, "documents")
+    chunks = document_tokens(given, tokenizer)
+    if chat is not None:
+        return Documents(chunks, chat.begin, given.ratio)
+    # `_prompts` has checked it: a text, texts, or token ids.
+    is_text = isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(prompt[0], str))
+    begin = tokenizer.encode("") if is_text and tokenizer is not None else []
+    return Documents(chunks, begin, given.ratio)
+
+
+def _prompts(body: JsonObject, served: ServerInfo, prefix: Context | None, *, bos: bool) -> list[list[int]]:
     """The prompts of a completion: a text, token ids, or a list of either."""
     given = body.get("prompt")
     if isinstance(given, str) or (isinstance(given, list) and given and all(map(_is_id, given))):
@@ -208,14 +232,13 @@ def _prompts(body: JsonObject, served: ServerInfo, prefix: Context | None) -> li
                 raise ApiError(400, "the model has no tokenizer; give token ids.", param="prompt")
             check_size(prompt, served, prefix, "prompt")
             try:
-                found.append(tokenizer.encode(prompt, bos=prefix is None))
+                found.append(tokenizer.encode(prompt, bos=bos and prefix is None))
             except KvjaxError as error:
                 raise ApiError(400, str(error), param="prompt") from None
         elif isinstance(prompt, list) and all(map(_is_id, prompt)):
             found.append(prompt)
         else:
             raise ApiError(400, f"a prompt must be a string or token ids; got {type(prompt).__name__}.", param="prompt")
-        _check_length(found[-1], served, prefix, "prompt")
     return found
 
 
@@ -247,12 +270,12 @@ def check_size(text: str, served: ServerInfo, prefix: Context | None, param: str
 
 
 def _check_length(
-    prompt: list[int], served: ServerInfo, prefix: Context | None, param: str, *, kept: bool = False
+    prompt: list[int], documents: int, served: ServerInfo, prefix: Context | None, param: str, *, kept: bool = False
 ) -> None:
     maximum = _max_prompt(served, prefix, kept=kept)
-    if len(prompt) > maximum:
+    if len(prompt) + documents > maximum:
         raise ApiError(
-            400, f"the prompt has {len(prompt)} tokens, and at most {maximum} are accepted.", param=param,
+            400, f"the prompt has {len(prompt) + documents} tokens, and at most {maximum} are accepted.", param=param,
             code="context_length_exceeded",
         )  # fmt: skip
     if not prompt and prefix is None:

@@ -12,6 +12,7 @@ from kvjax.generation.context import Context
 from kvjax.generation.sampling import Greedy, Sample, Sampler, check_sampling
 from kvjax.inputs import check_batch, check_count, check_one_row, check_stop
 from kvjax.models.config import DecoderConfig
+from kvjax.serve.documents import Documents, checked_documents
 from kvjax.serve.prefix import length_of, text_of
 from kvjax.summary import one_line
 
@@ -28,7 +29,8 @@ class Request:
     """A prompt, and the options of its continuation.
 
     Attributes:
-      tokens: [n] token ids of the prompt; of a request with a prefix, those that follow it, possibly none.
+      tokens: [n] token ids of the prompt; of a request with a prefix, those that follow it, possibly none; of one with
+        documents, those that follow these, at least one.
       max_new_tokens: the maximum number of new tokens, at least 1.
       stop: token ids that end the request, in addition to those of the runner. The stop token is part of the result.
       sampler: how a token is chosen from the logits; None for the runner's sampler.
@@ -37,6 +39,8 @@ class Request:
         the number of the requests that were submitted before. A sampled token depends on the key, this number and the
         token's position, and on no other request.
       prefix: a context of one row that the request continues, from `Runner.prefix`; see `kvjax.serve.prefix`.
+      documents: texts before the tokens, whose caches are computed once and used in any order; see
+        `kvjax.serve.Documents`. The result is close to that of a prompt of all these tokens, and not equal.
       early: whether its first tokens are sent as soon as possible; the chunk that chooses them is then a short one.
       priority: requests of a higher priority are served first, and take the rows of others if none is free; see
         `kvjax.serve.preemption`. Among equal ones, the one that was submitted first. (vLLM's field of this name, and
@@ -44,7 +48,7 @@ class Request:
       keep_context: whether `Result.context` is the context after its last token, which another request can continue.
         What depends on the length of the text, some budgets and RoPE, is then for a text of `Limits.new_tokens` tokens
         after the prompt, as that of a prefix is.
-      namespace: whose prompts it may share in the runner's prefix store; those of others are never found.
+      namespace: whose prompts and documents it may share; those of others are never found.
       until: see `Until`; for ends that are no single token. It is called on the host after every chunk of tokens, and a
         request may hold its row until the end of the next chunk.
     """
@@ -56,6 +60,7 @@ class Request:
     seed: int | None = None
     number: int | None = None
     prefix: Context | None = None
+    documents: Documents | None = None
     early: bool = False
     priority: int = 0
     keep_context: bool = False
@@ -122,7 +127,7 @@ class Checked:
     """The checked arguments of a request; see `Request`.
 
     Attributes:
-      tokens: [n] int32.
+      tokens: [n] int32, those of its documents included.
       stop: [m] int32.
     """
 
@@ -133,6 +138,7 @@ class Checked:
     seed: int | None
     number: int
     prefix: Context | None
+    documents: Documents | None
     early: bool
     priority: int
     keep_context: bool
@@ -163,6 +169,12 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
         raise InputError(f"keep_context must be True or False; got {shown(request.keep_context)}.")
     if request.prefix is not None and not isinstance(request.prefix, Context):
         raise InputError(f"prefix must be a context, from Runner.prefix; got {shown(request.prefix)}.")
+    documents = None
+    if request.documents is not None:
+        if request.prefix is not None:
+            raise InputError("a request cannot have both a prefix and documents; give the texts as documents.")
+        documents = checked_documents(config, request.documents)
+        tokens = np.concatenate([documents.tokens, tokens.reshape(-1)]) if tokens.size else documents.tokens
     if request.prefix is None or tokens.size:
         before = 0 if request.prefix is None else length_of(request.prefix)
         # The last new token takes a position too if its context is kept.
@@ -175,7 +187,7 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
     return Checked(
         tokens.astype(np.int32).reshape(-1), request.max_new_tokens, check_stops(stop, request.stop), own,
         None if request.seed is None else _below("seed", request.seed, SEEDS), _below("number", number, NUMBERS),
-        request.prefix, request.early, _priority(request.priority), request.keep_context, request.namespace,
+        request.prefix, documents, request.early, _priority(request.priority), request.keep_context, request.namespace,
         request.until,
     )  # fmt: skip
 

@@ -31,6 +31,7 @@ from kvjax.selection.base import Selection
 from kvjax.serve import decode_loop
 from kvjax.serve import prefix as prefixes
 from kvjax.serve.counts import Counts, Load
+from kvjax.serve.documents import DOCUMENT_BYTES, DocumentCaches, spans_of
 from kvjax.serve.intake import Intake, Job
 from kvjax.serve.preemption import SWAP_BYTES, SwapSpace, order, preempted_row, yields_to
 from kvjax.serve.prompt_states import PromptStates
@@ -81,6 +82,7 @@ class Runner:
       counts: what has been done so far.
       prompts: how prompts are run.
       prefix_store: the states of prompts; None if none are kept.
+      documents: the caches of requests' documents.
     """
 
     @plain_signature
@@ -100,6 +102,7 @@ class Runner:
         turn_tokens: int = TURN_TOKENS,
         swap_bytes: int = SWAP_BYTES,
         prefix_store: PrefixStore | None = None,
+        document_bytes: int = DOCUMENT_BYTES,
         implementation: Implementation = "auto",
         storage: Storage | None = None,
         selection: Selection | None = None,
@@ -126,6 +129,7 @@ class Runner:
           prefix_store: where the states of prompts are kept, so that a prompt that begins like an earlier one is not
             run again as a whole; see `kvjax.serve.prompt_states`. Answers do not depend on what it has. Several
             runners of one thread may share it.
+          document_bytes: bytes of host memory for the caches of `Request.documents`; 0 = they are refused.
           implementation: see `kvjax.CacheOptions`.
           storage: see `kvjax.CacheOptions`.
           selection: see `kvjax.CacheOptions`.
@@ -164,8 +168,10 @@ class Runner:
         self._refill = max(1, rows // 8) if refill is None else min(refill, rows)
         states = None if prefix_store is None else PromptStates(prefix_store, self.prompts)
         self._states, self.prefix_store = states, prefix_store
+        self.documents = DocumentCaches(self.prompts, document_bytes)
         self._intake = Intake(
-            self.prompts, states if states is not None and states.active else None, look=rows, turn_tokens=turn_tokens
+            self.prompts, states if states is not None and states.active else None, self.documents, look=rows,
+            turn_tokens=turn_tokens,
         )  # fmt: skip
         self._swapped = SwapSpace(swap_bytes)
         self._rows: PyTree | None = None
@@ -190,7 +196,7 @@ class Runner:
         """
         checked = check_request(self.model.config, request, self._stop, self._sampler, self._submitted)
         prompt, new_tokens = None, checked.max_new_tokens
-        if checked.keep_context or checked.prefix is not None:
+        if checked.keep_context or checked.prefix is not None or checked.documents is not None:
             self._loop.check_prefix()
         if checked.keep_context:
             new_tokens += 1  # the last one is fed too
@@ -200,9 +206,13 @@ class Runner:
                 # Any number of tokens may follow, as after a prefix.
                 prompt = self.prompts.prompt(checked.tokens, self.prompts.limits.new_tokens)
             self._loop.check(checked, prompt)
+            if checked.documents is not None:
+                self.documents.check(checked.documents, len(checked.tokens) - len(checked.documents.tokens))
+                prompt = prompt._replace(spans=spans_of(checked.documents, len(prompt.tokens)))
         else:
             prefixes.check(checked.prefix, self.prompts, len(checked.tokens) + new_tokens)
-        job = Job(self._submitted, checked, prompt, 0 if prompt is None else self.prompts.bucket(prompt))
+        bucket = 0 if prompt is None else self.prompts.bucket(prompt) if checked.documents is None else None
+        job = Job(self._submitted, checked, prompt, bucket)
         self._submitted += 1
         self._alive[job.id] = job
         self._intake.add(job)

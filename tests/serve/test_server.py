@@ -42,11 +42,11 @@ TEMPLATE = b"{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}a
 PROMPTS = ["Anna put the red ball", "It was a bright cold day, and the", "Once", "The ship left the harbour and"]
 
 
-def chat_model():
-    """kvjax-tiny's first layer, with a chat template."""
+def chat_model(layers=1):
+    """kvjax-tiny's first layers, with a chat template."""
     whole = kvjax.load("kvjax-tiny")
     tokenizer = dataclasses.replace(whole.tokenizer, files={**whole.tokenizer.files, "chat_template.jinja": TEMPLATE})
-    config = dataclasses.replace(whole.config, num_layers=1, windows=())
+    config = dataclasses.replace(whole.config, num_layers=layers, windows=())
     return dataclasses.replace(whole, config=config, tokenizer=tokenizer)
 
 
