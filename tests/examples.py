@@ -42,6 +42,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "retrieval": {"chunk": 4, "budget": 16}, "tokenselect": {"k": 6, "sinks": 2, "recent": 3},
     "shadowkv": {"rank": 5, "chunk": 4, "budget": 8, "local": 1, "outliers": 1},
     "alisa": {"budget": 9, "queries": 3}, "a2ats": {"k": 6, "codes": 4, "sinks": 1, "recent": 2},
+    "sparf": {"r": 3, "k": 7}, "rekv": {"page": 4, "budget": 8, "recent": 4, "question": 3},
 }  # fmt: skip
 HALF = ((True, False), (False, True))  # of two layers of two KV heads
 

@@ -66,7 +66,7 @@ def test_links_and_names():
     for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
         assert (PAGE.parent / target).exists(), target
     hooks = re.findall(r"^\|[^|]*\| `(\w+)\(", TEXT, re.MULTILINE)
-    assert len(hooks) == 15 and all(callable(getattr(kvjax.selection.Selection, hook)) for hook in hooks)
+    assert len(hooks) == 18 and all(callable(getattr(kvjax.selection.Selection, hook)) for hook in hooks)
 
 
 @pytest.mark.sampled(2)

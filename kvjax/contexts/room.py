@@ -190,12 +190,17 @@ def block_phase(phase: Phase, tokens: int) -> Phase:
     return tuple(tuple(of_group(group) for group in layer) for layer in phase)
 
 
-def reason_for_steps(phase: Phase) -> str | None:
-    """Returns why tokens that follow a prompt are fed in steps, one at a time, or None if a turn can be a block."""
+def reason_for_steps(phase: Phase, *, turns: bool = False) -> str | None:
+    """Returns why tokens that follow a prompt are fed in steps, one at a time, or None if a turn can be a block.
+
+    Args:
+      phase: the groups of heads of each layer.
+      turns: whether they are a turn, for which some selections choose as a whole.
+    """
     for group in (each for layer in phase for each in layer):
         if reason := appended_one_by_one(group.policy):
             return reason
-        if not group.selection.reads_all:
+        if not (group.selection.reads_all or (turns and group.selection.by_turn)):
             return f"selection {group.selection.name} chooses slots for each query"
         if group.storage.new_tokens_separate and not group.evicts:
             return f"storage {group.storage.label} encodes tokens one by one"

@@ -259,7 +259,7 @@ def planned_turn(context: Context, longest: int, block: int | None) -> tuple[Pla
         width = half_steps(longest, FEW_FED) if size is None else half_steps(-(-longest // size), 1) * size
         during = without_step_kernels(phase)
         return Plan(phase, during, "blocks", width if size is None else size, block != 1), width, block
-    if block == 1 or reason_for_steps(phase):
+    if block == 1 or reason_for_steps(phase, turns=True):
         return Plan(phase, phase, "steps", 1, False), power_of_two(longest, MANY_FED), 1
     if block is None or block >= longest:
         width = size = prompt_bucket(longest)

@@ -13,6 +13,8 @@ from kvjax.selection.oracle import Optimal, optimal
 from kvjax.selection.page_summaries import Pages
 from kvjax.selection.query_blocks import QueryBlocks
 from kvjax.selection.quest import LServe, MeanKeys, Quest, lserve, quest, retrieval
+from kvjax.selection.rekv import ReKV, rekv
+from kvjax.selection.sparf import SparF, sparf
 from kvjax.selection.speculate import InfiniGen, infinigen
 from kvjax.selection.votes import TokenSelect, tokenselect
 
@@ -32,13 +34,16 @@ SELECTIONS: Registry[Selection] = Registry(
         "shadowkv": shadowkv,
         "alisa": alisa,
         "a2ats": a2ats,
+        "sparf": sparf,
+        "rekv": rekv,
     },
 )
 by_name, accepts, names = SELECTIONS.by_name, SELECTIONS.accepts, SELECTIONS.names
 
 __all__ = [
     "SELECTIONS", "Alisa", "Allowed", "Codebook", "Held", "Hindsight", "InfiniGen", "LServe", "Local", "MeanKeys",
-    "Optimal", "Pages", "QueryBlocks", "Quest", "ReadAll", "SelectView", "Selection", "ShadowKV", "TokenSelect",
-    "a2ats", "accepts", "alisa", "best", "by_name", "compact", "everything", "grouped_logits", "infinigen", "lserve",
-    "mark_ends", "names", "optimal", "quest", "rank", "retrieval", "shadowkv", "tokenselect",
+    "Optimal", "Pages", "QueryBlocks", "Quest", "ReKV", "ReadAll", "SelectView", "Selection", "ShadowKV", "SparF",
+    "TokenSelect", "a2ats", "accepts", "alisa", "best", "by_name", "compact", "everything", "grouped_logits",
+    "infinigen", "lserve", "mark_ends", "names", "optimal", "quest", "rank", "rekv", "retrieval", "shadowkv", "sparf",
+    "tokenselect",
 ]  # fmt: skip

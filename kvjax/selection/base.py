@@ -48,6 +48,7 @@ class Held(NamedTuple):
       prompt: [B] int32 tokens of each row's prompt.
       skew: [K, D, D] of the layer, see `kvjax.models.skew`; None = the identity.
       unrotate: [B, K, S, D] keys -> the same before rotation, float32.
+      value: [B, K, S, D], exact; None unless the selection `sees_values`.
     """
 
     position: Array
@@ -55,6 +56,7 @@ class Held(NamedTuple):
     prompt: Array
     skew: Array | None
     unrotate: Callable[[Array], Array]
+    value: Array | None = None
 
 
 class SelectView(NamedTuple):
@@ -140,6 +142,10 @@ class Selection:
       whole_text: whether it applies, through `attend_text`, to texts that are fed as one prompt, and to nothing else.
       needs: the statistics whose columns `settle` or `attend_text` reads.
       ranks_by_keys: whether ranking reads every key that is held, so that reading few slots saves nothing.
+      rotated: whether `watch`, `build`, `write` and `choose` are given queries and keys that are rotated to their
+        positions; False = as they are before rotation. Those of `SelectView` are rotated.
+      by_turn: whether a further turn that is fed as a block reads what `ask` chooses; otherwise it reads everything.
+      sees_values: whether the index depends on values, which `build` and `write_value` are then given.
       unit: the number of consecutive slots that are chosen together. If it is above 1, `choose_units` and
         `always_units` exist, so that a step looks at one mark of each unit.
       shared_by_heads: whether all KV heads of a layer read the same positions.
@@ -162,6 +168,9 @@ class Selection:
     whole_text: bool = False
     needs: frozenset[Statistic] = frozenset()
     ranks_by_keys: bool = False
+    rotated: bool = True
+    by_turn: bool = False
+    sees_values: bool = False
     shared_by_heads: bool = False
     watches: bool = False
     over_devices: bool = False
@@ -304,6 +313,16 @@ class Selection:
         """
         return index
 
+    def write_value(self, index: Index, value: Array, active: Array) -> Index:
+        """Adds the value of a new token to the index, after `write`; only if the selection `sees_values`.
+
+        Args:
+          index: the result of `write`.
+          value: [B, K, 1, D], exact.
+          active: see `write`.
+        """
+        return index
+
     def entries(self, index: Index, key: Array, skew: Array | None) -> Index:
         """Makes the entries of new tokens in the arrays of `per_slot`, [B, K, n, ...] each.
 
@@ -315,6 +334,18 @@ class Selection:
         batch, kv_heads, n = key.shape[:3]
         empty = self.init((batch, kv_heads, n), key.shape[3], key.dtype)
         return {name: empty[name] for name in self.per_slot}
+
+    def ask(self, index: Index, query: Array, key: Array, real: Array, view: SelectView) -> Index:
+        """Adds the tokens of a further turn to the index, before `choose` is called for all of them; see `by_turn`.
+
+        Args:
+          index: the index before the turn.
+          query: [B, K, G, n, D].
+          key: [B, K, n, D], exact.
+          real: [B, n] bool, False for padding at the end. A row without a token leaves its index unchanged.
+          view: the slots, of which `slot` has the turn's newest token.
+        """
+        return index
 
     def choose(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
         """Chooses slots, or keeps an earlier choice.
@@ -330,7 +361,7 @@ class Selection:
         return self.chosen(index, query, view), index
 
     def chosen(self, index: Index, query: Array, view: SelectView) -> Array:
-        """Marks the slots that are chosen, [B, K, S] bool; none of them is new or always read.
+        """Marks the slots that are chosen, [B, K, S] bool; none of them is always read, as the new one usually is.
 
         Args:
           index: the result of `write`.
@@ -340,7 +371,10 @@ class Selection:
         return jnp.zeros(view.position.shape, bool)
 
     def always(self, index: Index, view: SelectView) -> Array:
-        """Marks the slots that are read without being chosen, including the new token's, [B, K, S] bool."""
+        """Marks the slots that are read without being chosen, [B, K, S] bool.
+
+        The new token's is one of them, unless the selection ranks it with the others.
+        """
         return view.visible
 
     def choose_units(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
@@ -365,6 +399,19 @@ class Selection:
           position: [B, K, W] int32 of the slots that are read, -1 = none.
         """
         return None
+
+    def mix(self, index: Index, output: Array, view: SelectView) -> Array:
+        """Changes the output of attention over the slots that a decoding query has read.
+
+        Args:
+          index: the result of `choose`.
+          output: [B, K, G, D] in value's dtype.
+          view: the slots that the step chose from.
+
+        Returns:
+          [B, K, G, D] in the same dtype.
+        """
+        return output
 
     def settle(self, index: Index, columns: Columns, view: SelectView) -> Index:
         """Updates the index after attention.

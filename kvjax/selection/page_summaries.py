@@ -59,10 +59,11 @@ class Pages(Selection):
     first_layer: int = 2
     prompt: QueryBlocks | None = None
     over_devices = True
+    fewest = FEWEST_PAGES - 1  # the least `pages`
 
     def __post_init__(self) -> None:
         with named(self.name):
-            for field, minimum in (("page", 1), ("pages", FEWEST_PAGES - 1), ("every", 1), ("first_layer", 0)):
+            for field, minimum in (("page", 1), ("pages", self.fewest), ("every", 1), ("first_layer", 0)):
                 object.__setattr__(self, field, count_argument(field, getattr(self, field), minimum=minimum))
             if self.prompt is not None and self.prompt.size % self.page:
                 raise SelectionError(
@@ -169,7 +170,7 @@ class Pages(Selection):
                 f"{'single ones' if single else 'pages of another size'} while decoding; use full(), a prompt "
                 f"compressor such as snapkv, or by_page(policy, page={self.page})."
             )
-        if reason := rotated_once(positions):
+        if self.rotated and (reason := rotated_once(positions)):
             return reason
         if storage is not None and storage.divided:
             return (

@@ -227,6 +227,8 @@ def refuses_selection(selection: Selection) -> str | None:
         return "it hides slots of prompts, and the target reads them whole"
     if selection.budget is not None or selection.needs:
         return "it ranks slots by attention over what it has read itself"
+    if selection.sees_values:
+        return "it adds the mean of values to its output, which copies of slots do not have"
     if selection.watches or selection.ahead or selection.per_slot:
         return "it keeps numbers of each slot, which are not taken back where a draft is refused"
     return None

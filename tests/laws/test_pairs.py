@@ -152,6 +152,11 @@ LOOKS = {
     ),
     "alisa": (selection.alisa(5, queries=2), lambda: looks.Alisa(5, 2)),
     "a2ats": (selection.a2ats(3, codes=3), lambda: looks.Codebook(SCALE, 3, 3)),
+    "sparf": (selection.sparf(3, 4), lambda: looks.SparF(SCALE, 3, 4)),
+    "rekv": (
+        selection.rekv(2, 2, recent=2, question=2),
+        lambda: looks.ReKV(lambda x, at: turned(x, -at), 2, 1, question=2),
+    ),
 }  # fmt: skip
 
 
@@ -291,7 +296,7 @@ def cases() -> list[Case]:
 
 
 #: Of `cases`, which take seconds to find: the first test that runs does, not every process that lists the tests.
-COUNT = 56
+COUNT = 64
 
 
 @pytest.mark.sampled(1)

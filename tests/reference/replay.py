@@ -231,9 +231,11 @@ def _row(storage: Given, tokens: list[Array], n: int, policy: Policy, theta, loo
             if choice is not None and look is not None and len(choice.chosen):
                 restored = look.restored(index, choice.chosen)
             watch = None if look is None else functools.partial(look.observe, index)
-            output.append(
-                _attend(slots.head, query[:, index], position, n, policy, theta, budget, choice, restored, watch)
-            )
+            own = _attend(slots.head, query[:, index], position, n, policy, theta, budget, choice, restored, watch)
+            if look is not None and choice is not None:
+                # Values as they were before they were coded.
+                own = look.mixed(index, own[0], tokens[2][slots.head.position, index])[None]
+            output.append(own)
         outputs.append(np.concatenate(output, axis=1))
         before = [_tokens(slots) for slots in layer]
         if budget is not None and (stop == n or not policy.at_prompt_end_only):

@@ -100,6 +100,10 @@ class Look:
         """Keys [n, D] of chosen positions that are computed instead of read; None: they are read."""
         return None
 
+    def mixed(self, head: int, output: Array, value: Array) -> Array:
+        """The output [G, D] of a head with what is added to attention, for the values [S, D] of all held tokens."""
+        return output
+
 
 class EachHead(Look):
     """A selection of one head, for each head."""
@@ -458,6 +462,76 @@ class Codebook(Look):
         return found
 
 
+class SparF(Look):
+    """Slots by probabilities under r channels, the new token's among them; the mean value stands for the others."""
+
+    exact = False
+
+    def __init__(self, scale, r, k):
+        self.scale, self.r, self.k = scale, r, k
+        self.shares: list[Array] = []  # of each head, [G]
+
+    def choose(self, query: Array, key: list[Array], held: list[Array]) -> list[Choice]:
+        found, self.shares = [], []
+        for own, keys, positions in zip(query, key, held, strict=True):
+            size = np.abs(own).sum(axis=0)
+            columns, near = top(size, -np.arange(len(size)), self.r)
+            ratio = np.abs(own[:, columns]).sum(axis=1) / np.abs(own).sum(axis=1)
+            logits = self.scale * own[:, columns] @ keys[:, columns].T / np.sqrt(ratio)[:, None]
+            probability = np.exp(logits - logits.max(axis=1, keepdims=True))
+            probability /= probability.sum(axis=1, keepdims=True)
+            best, gap = top(probability.sum(axis=0), positions, self.k)
+            self.shares.append(probability[:, best].sum(axis=1))
+            found.append(Choice(positions[best], np.zeros(0, int), min(gap, near)))
+        return found
+
+    def mixed(self, head: int, output: Array, value: Array) -> Array:
+        share = self.shares[head][:, None]
+        return share * output + (1 - share) * value.mean(axis=0)
+
+
+class ReKV(Look):
+    """Pages by the product of their mean key with the mean query of a question, all heads of a layer side by side.
+
+    Args:
+        plain: (x [n, ..., D], positions [n]) -> the same before it was rotated.
+        sinks: oldest pages that are always read; `recent` newest ones, that of the new token among them.
+        question: the number of last tokens of a prompt that are its question; None: all.
+    """
+
+    def __init__(self, plain, page, pages, sinks=0, recent=1, question=None, window=None):
+        self.plain, self.page, self.count, self.sinks, self.recent = plain, page, pages, sinks, recent
+        self.question, self.window, self.stands, self.gap = question, window, None, math.inf
+
+    def begin(self, query: Array, key: Array, plain: Array) -> None:
+        turned = self.plain(query, np.arange(len(query)))
+        self.asked = turned[-(self.question or len(query)) :].mean(axis=0)  # [K, G, D]
+
+    def decide(self, key: list[Array], held: list[Array], before: int, newest: int) -> None:
+        """Chooses of the first `before` pages, the newest token being in page `newest`."""
+        pages = np.arange(self.sinks, max(self.sinks, min(before, newest - self.recent + 1)))
+        keys = [self.plain(own, at) for own, at in zip(key, held, strict=True)]
+        score = [
+            np.mean(
+                [q @ k[u * self.page : (u + 1) * self.page].mean(axis=0) for q, k in zip(self.asked, keys, strict=True)]
+            )
+            for u in pages
+        ]
+        best, self.gap = top(np.array(score), pages, self.count, logits=True)
+        self.stands = set(pages[best].tolist())
+
+    def choose(self, query: Array, key: list[Array], held: list[Array]) -> list[Choice]:
+        old = [own[:-1] for own in held]
+        if self.stands is None:
+            last = (len(old[0]) - 1) // self.page
+            self.decide([own[:-1] for own in key], old, last, last)
+        page = np.arange(len(held[0])) // self.page
+        always = (page < self.sinks) | (page > page[-1] - self.recent)
+        chosen = np.isin(page, [*self.stands]) & ~always
+        inside = held[0] > (-1 if self.window is None else held[0][-1] - self.window)
+        return [Choice(own[chosen & inside], own[always & inside], self.gap) for own in held]
+
+
 class Layer(NamedTuple):
     """One row of a layer.
 
@@ -506,6 +580,8 @@ def run_layer(layer: Layer, prompt: int, look: Look, scale: float, kept=None, wi
             probability = attend(layer.query[at, head], keys[read], scale)
             look.observe(head, probability.mean(axis=0)[None], read, np.array([at]))
             text.output[at] = probability @ layer.value[read, head]
+            if at >= prompt:
+                text.output[at] = look.mixed(head, text.output[at], layer.value[held[head], head])
             texts[head] = text._replace(gap=min(text.gap, choice.gap))
     return texts
 

@@ -1,12 +1,13 @@
-"""Blending and Cache-Craft do to a real model what the worked cases say."""
+"""Blending, Cache-Craft and SparF compute what the worked cases say."""
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax import contexts, reuse
+from kvjax import contexts, reuse, selection, storage
 from kvjax.reuse.context_scores import context_score
 from kvjax.reuse.store import best_of, least_of, use_score
 
@@ -130,5 +131,37 @@ def test_craft(stories, shared_data):
             lambda question: reuse.craft(store, behind, question, alpha=arguments["alpha"]).blended.context,  # noqa: B023
             expected["logits"],
         )  # fmt: skip
+        count += 1
+    assert count == 2
+
+
+def test_sparf(shared_data):
+    """One query over S tokens, of which the last is the new one: choices, probabilities, and a step of the cache."""
+    count = 0
+    for arguments, _, given, expected in cases(shared_data, "sparf"):
+        made = selection.sparf(arguments["r"], arguments["k"]).bound(len(given["query"]), 1)
+        query, key, value = (given[name][None, None] for name in ("query", "key", "value"))
+        slots, dim = key.shape[2:]
+        position = np.arange(slots, dtype=np.int32)[None, None]
+        newest = np.array([slots - 1], np.int32)
+        view = selection.SelectView(position, key, newest, newest, newest, newest[:, None], dim**-0.5, 0)
+
+        @jax.jit
+        def found(query):
+            chosen = made.choose(made.init((1, 1, slots), dim, np.float32), query, view)  # noqa: B023
+            return made.columns(query), made.approximate(query, view), *chosen  # noqa: B023
+
+        columns, approximate, marks, index = found(query)
+        np.testing.assert_array_equal(np.flatnonzero(columns[0, 0]), np.sort(expected["columns"]))
+        np.testing.assert_allclose(approximate[0, 0], expected["approximate"], atol=1e-6)
+        np.testing.assert_array_equal(np.flatnonzero(marks[0, 0]), np.sort(expected["chosen"]))
+        np.testing.assert_allclose(index["share"][0, 0], expected["alpha"], atol=1e-6)
+        prompt, step = slice(0, slots - 1), slice(slots - 1, slots)
+        queries = np.repeat(given["query"][None, :, None], slots - 1, axis=2)
+        output, _ = storage.replay(
+            storage.dense(), (queries, key[:, :, prompt], value[:, :, prompt]),
+            (given["query"][None, :, None], key[:, :, step], value[:, :, step]), [slots - 1], selection=made,
+        )  # fmt: skip
+        np.testing.assert_allclose(output[0, :, 0], expected["out"], atol=1e-6)
         count += 1
     assert count == 2

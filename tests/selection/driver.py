@@ -115,7 +115,8 @@ def run(selection, texts: Texts, *, budget=None, capacity=None, window=None, blo
     else:
         layer = _held(texts, shape, [[range(n)] * kv_heads for n in prompts] if kept is None else kept)
         sums = watched(selection, texts, block) if selection.watches else {}
-        layer = layer._replace(index=built(selection, layer.position, layer.key, prompts, sums, texts.skew))
+        index = built(selection, layer.position, layer.key, prompts, sums, texts.skew, layer.value)
+        layer = layer._replace(index=index)
     # [steps, B]: each row decodes from the end of its own prompt
     at = np.arange(width - min(PROMPTS), dtype=np.int32)[:, None] + prompts
     at = np.where(at < lengths, at, -1).astype(np.int32)
@@ -136,6 +137,8 @@ def watched(selection, texts: Texts, block=None) -> dict[str, np.ndarray]:
     """The sums of the prompts, at once or in blocks; padding is rubbish."""
     prompts, widest = np.array(texts.prompts), max(texts.prompts)
     sums = selection.start(texts.key.shape[:2], DIM)
+    if not selection.rotated:
+        texts = plain_texts(texts)
     for start in range(0, widest, block or widest):
         at = np.arange(start, min(start + (block or widest), widest))
         real = at < prompts[:, None]
@@ -143,6 +146,13 @@ def watched(selection, texts: Texts, block=None) -> dict[str, np.ndarray]:
         key = np.where(real[:, None, :, None], texts.key[..., at, :], 77.0).astype(np.float32)
         sums = selection.watch(sums, query, key, real, texts.skew)
     return sums
+
+
+def plain_texts(texts: Texts) -> Texts:
+    """With queries and keys as they were before they were rotated."""
+    at = -np.arange(texts.key.shape[2])
+    query, key = (np.moveaxis(rotate(np.moveaxis(x, -2, 0), at, THETA), 0, -2) for x in (texts.query, texts.key))
+    return texts._replace(query=query.astype(np.float32), key=key.astype(np.float32))
 
 
 def _held(texts: Texts, shape, kept) -> Slots:
@@ -169,11 +179,12 @@ def _index_shapes(selection, shape):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def built(selection, position, key, prompt=None, sums=None, skew=None):
+def built(selection, position, key, prompt=None, sums=None, skew=None, value=None):
     """The index of slots [B, K, S] that are held when a prompt ends."""
     prompt = jnp.max(position, axis=(1, 2)) + 1 if prompt is None else prompt
     frequencies = ROPE.frequencies(prompt)
-    held = Held(position, key, prompt, skew, lambda x: ROPE.unrotate(x, position, frequencies))
+    held = Held(position, key, prompt, skew, lambda x: ROPE.unrotate(x, position, frequencies), value)
+    held = held if selection.rotated else held._replace(key=held.unrotate(key))
     return selection.build(selection.init(position.shape, key.shape[-1], key.dtype), sums or {}, held)
 
 
@@ -214,7 +225,8 @@ def _step(layer: Slots, query, key, value, guess, at, prompt, budget, selection,
     )  # fmt: skip
     index, entries = layer.index, {}
     if n == 1:
-        index = selection.write(index, key, target[:, :, 0], newest >= 0)
+        own = key if selection.rotated else ROPE.unrotate(key, at[:, None], ROPE.frequencies(newest + 1))
+        index = selection.write_value(selection.write(index, own, target[:, :, 0], newest >= 0), value, newest >= 0)
         entries = {} if selection.in_prompt else selection.entries(index, key, skew)
     settled = index | {name: write(index[name], target, own) for name, own in entries.items()}
     by = (guess if selection.ahead else query)[:, :, :, 0]
@@ -223,7 +235,7 @@ def _step(layer: Slots, query, key, value, guess, at, prompt, budget, selection,
         seen = _apart(view, at, key)
         chosen, behind = selection.choose(behind, by, seen)
         read = chosen | selection.always(behind, seen)
-        chosen, read = chosen[:, :, :size], read[:, :, :size] | (view.new & read[:, :, size:])
+        chosen, read = (x[:, :, :size] | (view.new & x[:, :, size:]) for x in (chosen, read))
         moved = {name: write(behind[name][:, :, :size], target, behind[name][:, :, size:]) for name in entries}
         index = behind | moved
     else:
@@ -242,6 +254,8 @@ def _step(layer: Slots, query, key, value, guess, at, prompt, budget, selection,
     weights = jnp.where(mask[:, :, None], jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
     weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
     output = jnp.einsum("bkgns,bksd->bkgnd", weights, layer.value)
+    if n == 1 and not selection.in_prompt:
+        output = selection.mix(index, output[:, :, :, 0], view)[:, :, :, None]
     paid = jnp.mean(weights, axis=2)
     age, left = (jnp.where(at >= 0, last[:, None] - at, -1) for last in (newest, prompt - 1))
     columns = {"mass": jnp.sum(paid, axis=2)}

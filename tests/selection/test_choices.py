@@ -16,17 +16,22 @@ from kvjax.selection import (
     MeanKeys,
     Quest,
     ShadowKV,
+    SparF,
     TokenSelect,
     a2ats,
     alisa,
+    grouped_logits,
     infinigen,
     lserve,
     optimal,
     quest,
+    rekv,
     retrieval,
     shadowkv,
+    sparf,
     tokenselect,
 )
+from kvjax.selection.choose import softmax
 from tests.reference import selection as reference
 from tests.reference.step import rotate
 from tests.selection.driver import (
@@ -104,11 +109,23 @@ LOOKS = {
     "a2ats, more codes than tokens": (
         a2ats(4, codes=40, rounds=2), lambda window=None: reference.Codebook(SCALE, 4, 40, 2, window=window),
     ),
+    "sparf": (sparf(3, 6), lambda: reference.SparF(SCALE, 3, 6)),
+    "sparf, one slot": (sparf(1, 1), lambda: reference.SparF(SCALE, 1, 1)),
+    "sparf, every channel": (sparf(DIM + 1, 5), lambda: reference.SparF(SCALE, DIM, 5)),
+    "rekv": (
+        rekv(2, 4, sinks=2, recent=4, question=3), lambda window=None: asked(2, 2, 1, 2, 3, window),
+    ),
+    "rekv, all of a prompt": (rekv(3, 3, recent=1), lambda window=None: asked(3, 1, 0, 1, None, window)),
+    "rekv, more than a prompt": (rekv(2, 2, recent=2, question=99), lambda window=None: asked(2, 1, 0, 1, 99, window)),
 }  # fmt: skip
 
 
 def guess(window=None, *, alpha=1.0, **more):
     return reference.InfiniGen(SCALE, alpha, window=window, **more)
+
+
+def asked(page, pages, sinks, recent, question, window=None):
+    return reference.ReKV(lambda x, at: rotate(x, -at, THETA), page, pages, sinks, recent, question, window)
 
 
 def shadow(rank, chunk, budget, local, outliers):
@@ -120,8 +137,11 @@ def shadow(rank, chunk, budget, local, outliers):
 @pytest.mark.parametrize("name", LOOKS)
 def test_every_choice_is_the_reference(name, heads, window):
     made, make = LOOKS[name]
+    if made.dense(made.first_layer, window):
+        window = None  # layers with one read everything
     batch = texts(heads, seed=SEEDS.get((name, heads), 1))
-    assert_same(run(made, batch, window=window), batch, expected(functools.partial(make, window), window))
+    make = make if window is None else functools.partial(make, window)
+    assert_same(run(made, batch, window=window), batch, expected(make, window))
 
 
 #: Where a choice of the first is too near.
@@ -255,7 +275,7 @@ def test_of_equal_slots_the_newer(selection):
     assert_same(run(made, batch), batch, expected(make))
 
 
-@pytest.mark.parametrize("name", ["quest", "lserve", "retrieval", "infinigen", "a2ats"])
+@pytest.mark.parametrize("name", ["quest", "lserve", "retrieval", "infinigen", "a2ats", "sparf"])
 def test_what_a_compressor_left(name):
     """The i-th survivor of a head is in page i // page, whatever its position; heads have lost different tokens."""
     batch = texts("gqa", seed=4)
@@ -331,6 +351,11 @@ def test_counts(name):
         chosen, read = (x[row, :, prompt:length] for x in (found.chosen, found.read))
         new = np.eye(max(LENGTHS), dtype=bool)[None, prompt:length]
         past = np.tril(np.ones((max(LENGTHS), max(LENGTHS)), bool), -1)[prompt:length]
+        if selection.name == "sparf":  # ranks the new token with the others
+            assert (read == chosen).all() and not (chosen & ~(past | new)).any()
+            few = np.minimum(selection.k, np.arange(prompt, length) + 1)
+            np.testing.assert_array_equal(read.sum(axis=-1), np.broadcast_to(few, read.shape[:2]))
+            continue
         assert not (chosen & ~past).any() and (read & new).any(axis=-1).all() and not (chosen & ~read).any()
         number = chosen.sum(axis=-1)
         assert number.max() <= (selection.most or 10_000) and read.sum(axis=-1).max() <= width
@@ -347,7 +372,7 @@ def test_counts(name):
         optimal(36), quest(4, 40), lserve(4, 2, 3, 40), retrieval(4, 40), retrieval(4, 40, every=9),
         tokenselect(36, 2, 3), tokenselect(1, 36, 1), infinigen(math.inf, cap=1.0), infinigen(math.inf, cap=36),
         infinigen(0, recent=36), shadowkv(3, 2, 36, local=0, outliers=0), shadowkv(3, 2, 2, local=36),
-        alisa(37), a2ats(36, codes=3), a2ats(1, codes=3, recent=37),
+        alisa(37), a2ats(36, codes=3), a2ats(1, codes=3, recent=37), sparf(2, 37),
         shadowkv(3, 2, 2, local=0, outliers=18),
     ],
     ids=repr,
@@ -496,6 +521,32 @@ def _of_head(view, k):
 
 
 @dataclasses.dataclass(frozen=True)
+class Blunt(SparF):
+    """Logits of few channels are as they are."""
+
+    def approximate(self, query, view):
+        few = jnp.where(self.columns(query)[:, :, None], query, 0)
+        return softmax(grouped_logits(few, view.key, view.scale), view.visible[:, :, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Late(SparF):
+    """The mean is that of the tokens before."""
+
+    def mix(self, index, output, view):
+        before = jax.lax.optimization_barrier(index["value_sum"]) * (1 - 1 / index["number"])[..., None]
+        return super().mix(index | {"value_sum": before}, output, view)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsNew(SparF):
+    """The new token is read, whatever its rank."""
+
+    def always(self, index, view):
+        return view.new
+
+
+@dataclasses.dataclass(frozen=True)
 class Written(ShadowKV):
     """Keys of chosen chunks are read, not restored."""
 
@@ -538,6 +589,9 @@ def mistakes():
         "the first page is ranked": (RanksTheFirst(page=3, pages=3), mean),
         "every query head chooses": (EachQueryHead(1.0, 0.3, 0.4), lambda: guess(cap=0.4)),
         "a vote of each head": (Votes(5, 2, 4, None), votes),
+        "no temperature": (Blunt(3, 6), LOOKS["sparf"][1]),
+        "the newest value is left out": (Late(3, 6), LOOKS["sparf"][1]),
+        "the new token is always read": (ReadsNew(3, 6), LOOKS["sparf"][1]),
         "keys are not restored": (Written(3, 2, 2, 1, 1), product),
         "a product of rotated keys": (Unrotated(3, 2, 2, 1, 1), product),
     }

@@ -22,7 +22,9 @@ from kvjax.selection import (
     Pages,
     Quest,
     ReadAll,
+    ReKV,
     ShadowKV,
+    SparF,
     TokenSelect,
     a2ats,
     accepts,
@@ -33,8 +35,10 @@ from kvjax.selection import (
     lserve,
     optimal,
     quest,
+    rekv,
     retrieval,
     shadowkv,
+    sparf,
     tokenselect,
 )
 from kvjax.storage import int8
@@ -69,6 +73,7 @@ def test_budgets_are_data():
     assert optimal(4).traced() == optimal(4) and quest(8, 64).budget is None
     assert quest(16, 512) == quest(page=16, budget=520) == Quest(page=16, pages=31)
     assert infinigen(3) == infinigen(3.0) == InfiniGen(3) != infinigen(3, cap=1)
+    assert sparf(2, 3) == SparF(2, 3) and rekv(4, 9, sinks=5) == ReKV(page=4, pages=2, sinks=2, recent=3, first_layer=0)
     assert shadowkv(5, 4, 12) == ShadowKV(5, 4, 3) and retrieval(budget=64).first and not quest(budget=64).first
     assert lserve(8, 4, 1, 64) != quest(8, 64)
 
@@ -96,6 +101,12 @@ def test_widths():
     )
     assert (alisa(9).ends, alisa(9).most, alisa(9).width(10), alisa(9).width(9)) == ((0, 3), 5, 9, None)
     assert (a2ats(6, sinks=2, recent=3).ends, a2ats(6, sinks=2, recent=3).width(1000)) == ((2, 2), 11)
+    # The new token is ranked with the others, and may be in another array; the mean of a window is not known.
+    assert (sparf(3, 8).ends, sparf(3, 8).most, sparf(3, 8).width(10), sparf(3, 8).width(9)) == ((0, 0), 8, 9, None)
+    assert not sparf(3, 8).dense(0) and sparf(3, 8).dense(0, window=100) and sparf(3, 8, first_layer=2).dense(1)
+    # What is always read of ReKV's pages is beside what a question chooses.
+    assert (rekv(4, 9, sinks=5, recent=4).most, rekv(4, 9, sinks=5, recent=4).width(1000)) == (8, 20)
+    assert rekv(4, 4, recent=4).width(8) is None and not rekv(4, 4).dense(0)
     assert shadowkv(5, 4, 12).most == 12 and shadowkv(5, 4, 12).width(1000) is None
     assert shadowkv(5, 4, 12, local=1, outliers=2).bound(2, 30).width(1000) == 12 + 4 * 4 + 30
     # A window that a choice covers makes a layer dense; InfiniGen is so in the first layers, whatever is chosen.
@@ -160,6 +171,24 @@ def test_one_slot_is_not_all_of_them():
         (lambda: alisa(8, queries=0), "^selection alisa: queries must be a whole number of at least 1; got 0"),
         (lambda: a2ats(0), "^selection a2ats: k must be a whole number of at least 1; got 0"),
         (lambda: a2ats(4, codes=0), "codes must be"),
+        (lambda: rekv(4), "^selection rekv: budget must be a whole number of at least 1; got None"),
+        (lambda: rekv(4, 3), "^selection rekv: budget=3 is less than a page of 4 tokens; raise it, or lower page"),
+        (lambda: rekv(0, 4), "page must be"),
+        (lambda: rekv(4, 8, sinks=-1), "sinks must be"),
+        (lambda: rekv(4, 8, recent=0), "recent must be a whole number of at least 1"),
+        (lambda: rekv(4, 8, question=0), "question must be a whole number of at least 1"),
+        (lambda: rekv(4, 8, in_prompt=1), "in_prompt=1 is not valid; use True or False"),
+        (lambda: rekv(4, 8, query_block=8), "query_block=8 needs in_prompt=True"),
+        (lambda: rekv(4, 8, in_prompt=True, query_block=6), "query_block=6 is not a multiple of the page of 4"),
+        (lambda: ReKV(page=4, pages=1, every=2), "first and every are not used"),
+        (
+            lambda: ReKV(page=4, pages=1, prompt=package.QueryBlocks(size=4, sinks=0, recent=1, pages=2)),
+            "choose 2 pages, but a question chooses; use pages=0",
+        ),
+        (lambda: sparf(0, 4), "^selection sparf: r must be a whole number of at least 1; got 0"),
+        (lambda: sparf(4, 0), "^selection sparf: k must be a whole number of at least 1; got 0"),
+        (lambda: sparf(4), "missing a required argument: 'k'; it accepts r, k, first_layer"),
+        (lambda: sparf(4, 4, first_layer=-1), "first_layer must be"),
         (lambda: tokenselect(4, recent=0), "recent must be a whole number of at least 1"),
         (lambda: tokenselect(4, reuse=1.5), "reuse must be a number from -1 to 1; got 1.5"),
         (lambda: tokenselect(), "missing a required argument: 'k'"),
@@ -229,6 +258,8 @@ def test_policies(name):
     assert bool(infinigen().refuses(policy)) == (name in MERGES)
     assert bool(tokenselect(8).refuses(policy)) == (name not in {*KEEPS, *ALIGNED, "some layers by pages"} - {"snapkv"})
     assert bool(shadowkv(budget=8).refuses(policy)) == (name not in set(KEEPS) - {"snapkv"})
+    assert bool(rekv(8, 64).refuses(policy)) == (name not in set(KEEPS) - {"snapkv"})
+    assert bool(sparf(2, 8).refuses(policy)) == (name not in KEEPS)
     for each in (optimal(8), alisa(8), a2ats(8)):
         assert bool(each.refuses(policy)) == (name in MERGES)
     for variant in VARIANTS:
@@ -240,7 +271,7 @@ def test_positions_and_storages(selection):
     coded = int8()
     delayed = Storage(key=coded.key, value=coded.value, residual=8)
     pages = isinstance(selection, Pages)
-    rotated = isinstance(selection, (Pages, InfiniGen, TokenSelect, ShadowKV, Codebook))
+    rotated = isinstance(selection, (Pages, InfiniGen, TokenSelect, ShadowKV, Codebook)) and selection.rotated
     assert selection.refuses(policies.full(), coded) is None
     assert bool(selection.refuses(policies.full(), coded, positions="cache")) == rotated
     assert bool(selection.refuses(policies.full(), delayed)) >= pages
@@ -263,6 +294,9 @@ def test_reasons_say_what_would_be_valid():
         KEEPS["snapkv"]
     )
     assert "use a policy without merge" in optimal(8).refuses(MERGES["d2o"])
+    assert "the policy h2o evicts while decoding" in sparf(2, 8).refuses(policies.h2o(8))
+    assert "pages are counted from the first token" in rekv(2, 8).refuses(policies.window(8))
+    assert "under the policy snapkv each head holds its own tokens; use full()" in rekv(2, 8).refuses(KEEPS["snapkv"])
     assert "use full()" in Allowed(8).refuses(FREES["after"])
 
 

@@ -40,6 +40,8 @@ ALL = {
     "infinigen of few columns": selection.infinigen(math.inf, ratio=0.1, cap=31, first_layer=1, columns="union"),
     "lserve": selection.lserve(8, 4, 3, 32, first_layer=0),
     "shadowkv of outliers": selection.shadowkv(1, 4, 4, local=0, outliers=9),
+    "sparf": selection.sparf(1, 31),
+    "rekv": selection.rekv(4, 4, sinks=13, recent=16, question=2),
 }
 
 
@@ -56,7 +58,7 @@ def full(heads: str, layers: int = 2):
 @pytest.mark.sampled(2)
 @pytest.mark.thorough
 @pytest.mark.parametrize(  # `test_choices` has every selection in each layout, in one layer
-    ("name", "heads"), list(zip(ALL, ("gqa", "mqa", "mha", "gqa"), strict=True))
+    ("name", "heads"), list(zip(ALL, ("gqa", "mqa", "mha", "gqa", "mqa", "gqa"), strict=True))
 )
 def test_everything_read_is_the_full_cache(name, heads):
     layers = layers_for(ALL[name])

@@ -58,6 +58,8 @@ EXAMPLES: Mapping[str, str] = {
     "shadowkv": "shadowkv(budget=512)",
     "alisa": "alisa(512)",
     "a2ats": "a2ats(512)",
+    "sparf": "sparf(32, 512)",
+    "rekv": "rekv(page=16, budget=512)",
 }
 #: Further examples whose bytes are shown.
 MORE: Mapping[str, tuple[str, ...]] = {

@@ -25,6 +25,8 @@ EXAMPLES: Mapping[str, str] = {
     "shadowkv": "shadowkv(rank=32, chunk=8, budget=32, local=1, outliers=2)",
     "alisa": "alisa(48)",
     "a2ats": "a2ats(k=47)",
+    "sparf": "sparf(16, 47)",
+    "rekv": "rekv(page=8, budget=32, recent=24, question=8)",
 }
 #: Changes whenever the pictures would.
 VERSION = "1"

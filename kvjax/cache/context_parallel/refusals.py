@@ -60,6 +60,9 @@ def _not_chosen(group: Group) -> str | None:
     """Returns why a selection cannot choose among slots of several devices, or None if it can."""
     if not group.selection.over_devices:
         return f"selection {group.selection.name} chooses among all slots"
+    selection = group.selection
+    if selection.sees_values or not selection.rotated or type(selection).mix is not Selection.mix:
+        return f"selection {selection.name} looks at values or unrotated vectors, or changes outputs"
     recomputed = type(group.selection).entries is not Selection.entries and group.storage.frame != UNROTATED
     if group.selection.per_slot and group.storage.divided and not recomputed:
         return f"selection {group.selection.name} keeps numbers that move with tokens to another store"

@@ -367,9 +367,12 @@ def check_selection(selection: Selection, heads: int, queries: int, slots: int, 
                     f"and KV heads, {list(shape[:2])}."
                 )
         if not selection.watches:
-            held = Held(position, key, row, None, lambda x: x.astype(jnp.float32))
+            value = key if selection.sees_values else None
+            held = Held(position, key, row, None, lambda x: x.astype(jnp.float32), value)
             index = same("build", index, selection.build(index, {}, held))
         index = same("write", index, selection.write(index, key[:, :, :1], slot, row >= 0))
+        if selection.sees_values:
+            index = same("write_value", index, selection.write_value(index, key[:, :, :1], row >= 0))
         name, size, choose = ("choose_units", units, selection.choose_units) if selection.unit > 1 else (
             "chosen" if type(selection).choose is Selection.choose else "choose", shape, selection.choose
         )  # fmt: skip
@@ -379,6 +382,7 @@ def check_selection(selection: Selection, heads: int, queries: int, slots: int, 
         mask = _checked(f"{about} {name}", made[0], size, BOOL, SelectionError)
         index = same(name, index, made[1])
         _checked(f"{about} always", selection.always(index, view), shape, BOOL, SelectionError)
+        _checked(f"{about} mix", selection.mix(index, query, view), query.shape, kind, SelectionError)
         return mask, same("settle", index, selection.settle(index, columns, view))
 
     _evaluated(f"{about} choice", run, (*arguments, columns), SelectionError)

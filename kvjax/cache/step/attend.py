@@ -82,14 +82,22 @@ def read(
         newest=block.newest, prompt=block.prompt, slot=slot, layer=block.layer, first=block.position[:, 0],
         scale=inputs.scale, soft_cap=args.soft_cap, window=args.window, **given,
     )  # fmt: skip
-    if not selection.in_prompt and not (group.decoding and n == 1):
+    if is_turn(group):
+        vectors = (query, inputs.rotated_key) if selection.rotated else inputs.unrotated
+        asked, new_keys = jax.lax.stop_gradient(vectors)
+        index = selection.ask(index, by_kv_head(asked, pool.position), new_keys, block.position >= 0, view)
+    elif not selection.in_prompt and not (group.decoding and n == 1):
         return Reading(parts, pool.position, None, index, view)
-    if n == 1:
+    elif n == 1:
         appended = pool.new_tokens is None
         newest = jnp.take_along_axis(keys[0], slot[:, :, None, None], axis=2) if appended else keys[-1]
+        newest = newest if selection.rotated else inputs.unrotated[1]
         index = _written(index, newest, slot, pool, block, selection, view.skew)
+        if selection.sees_values:
+            index = selection.write_value(index, inputs.value, block.newest >= 0)
     # [B, K, G, D]: of the block's last query; selections of whole blocks look at no query
-    by = query if inputs.guess is None or not selection.ahead else inputs.guess
+    by = query if selection.rotated else inputs.unrotated[0]
+    by = by if inputs.guess is None or not selection.ahead else inputs.guess
     by = by_kv_head(by, pool.position)[:, :, :, -1]
     width, units = group.gathered, None
     if width is not None and selection.unit > 1 and width % selection.unit == 0:
@@ -228,6 +236,21 @@ def attend(
         columns = ({name: spread(x, reading.slots, size) for name, x in columns[0].items()}, *columns[1:])
     whole = {name: joined(tuple(each[name] for each in columns)) for name in columns[0]}
     return attention.ungroup(output), whole
+
+
+def is_turn(group: Group) -> bool:
+    """Returns whether a step is a further turn, which is fed as a block, of a selection that chooses for it."""
+    # In the first prompt, a selection that chooses by turns adds up queries.
+    return group.selection.by_turn and not group.decoding and group.prompt_index is None
+
+
+def mixed(output: Array, reading: Reading, selection: Selection) -> Array:
+    """Returns the output [B, H, n, D] of attention with what the selection adds to that of a decoding query."""
+    if reading.chosen is None or reading.view is None or output.shape[2] > 1:
+        return output
+    # [B, K, G, 1, D]
+    grouped = by_kv_head(output, reading.position)
+    return selection.mix(reading.index, grouped[:, :, :, 0], reading.view).reshape(output.shape)
 
 
 def _unranked(pool: Pool, group: Group) -> int:

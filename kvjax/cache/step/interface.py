@@ -166,8 +166,9 @@ def add_to_prompt_index(
       block: their positions.
       skew: [K, D, D] or None.
     """
-    batch, kv_heads, n, dim = inputs.rotated_key.shape
+    query, key = (inputs.query, inputs.rotated_key) if selection.rotated else inputs.unrotated
+    batch, kv_heads, n, dim = key.shape
     sums = index or selection.start((batch, kv_heads), dim)
     # [B, K, G, n, D]
-    grouped = inputs.query.reshape(batch, kv_heads, -1, n, dim)
-    return selection.watch(sums, *jax.lax.stop_gradient((grouped, inputs.rotated_key)), block.position >= 0, skew)
+    grouped = query.reshape(batch, kv_heads, -1, n, dim)
+    return selection.watch(sums, *jax.lax.stop_gradient((grouped, key)), block.position >= 0, skew)

@@ -67,10 +67,11 @@ def step(
         chosen = attend.read(pool, query, keys, values, block, group, inputs, budget, args)
         if one_shot and group.selection.whole_text:
             output, columns = attend.attend_text(query, chosen, pool, group, **options)
-        elif group.sparse_prompt is not None:
+        elif group.sparse_prompt is not None and not attend.is_turn(group):
             output, columns = query_blocks.attend(query, chosen, pool, group, unrotate, **options)
         else:
             output, columns = attend.attend(query, chosen, pool, group, log_weight, **options)
+            output = attend.mixed(output, chosen, group.selection)
         index = chosen.index if chosen.view is None else group.selection.settle(chosen.index, columns, chosen.view)
         return output, columns, index, chosen.position, chosen.chosen
 

@@ -97,16 +97,25 @@ def _index(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> dict[
         # Lowering refuses selections that summarise exact keys.
         return {}
     # [B, K, S] and [B, K, S, D]: one layer of a pool in host memory is on the device at a time.
-    position, keys = layer.position, [host_memory.to_device(store["key"]["exact"]) for store in layer.stores]
-    key = keys[0] if len(keys) == 1 else jnp.concatenate(keys, axis=2)
+    position, key = layer.position, _exact(layer, "key")
+    value = _exact(layer, "value") if selection.sees_values else None
     if after.storage.frame == UNROTATED:
         key = prompt.rotate(key, position)
     if not selection.per_slot:
         # [B, K, S] and [B, K, S, D], as they will be after the slots have moved
         order = oldest_first(position, position >= 0, after.capacity)
         position, key = take(position, order, after.capacity, EMPTY), take(key, order, after.capacity)
+        value = None if value is None else take(value, order, after.capacity)
     index = selection.init(slots_of(position), layer.dim, key.dtype)
     if not index:
         return {}
-    kept = Held(position, key, prompt.length, prompt.skew, lambda key: prompt.unrotate(key, position))
+    kept = Held(position, key, prompt.length, prompt.skew, lambda key: prompt.unrotate(key, position), value)
+    if not selection.rotated and after.policy.positions != "cache":
+        kept = kept._replace(key=kept.unrotate(key).astype(key.dtype))
     return selection.build(index, layer.index if before.prompt_index else {}, kept)
+
+
+def _exact(layer: LayerKV, side: str) -> Array:
+    """Returns the exact keys or values of all stores on the device, [B, K, S, D]."""
+    parts = [host_memory.to_device(store[side]["exact"]) for store in layer.stores]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)

@@ -59,7 +59,8 @@ def attend(
         columns = {name: x.at[:, :, :dense].set(own[name]) for name, x in columns.items()}
     if dense < n:
         key, value = problem.arrays()
-        index = _index(selection, jax.lax.stop_gradient(key), part.position, view, unrotate)
+        chooses = selection.prompt.pages > 0
+        index = _index(selection, jax.lax.stop_gradient(key), part.position, view, unrotate) if chooses else {}
         rest, count = problem.only_queries(dense, n), -(-(n - dense) // size)
         more = count * size - (n - dense)
         inputs = (
@@ -106,7 +107,7 @@ def _chosen(
 
     Args:
       selection: the pages.
-      index: of the prompt.
+      index: of the prompt; {} if blocks choose no pages.
       query: [blocks, B, K, G, n, D] rotated.
       at: [blocks, B, n] int32, positions of the queries; -1 = padding.
       units: the number of pages U.
