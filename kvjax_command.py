@@ -44,6 +44,9 @@ COMMANDS = {
         "read-fraction": Command("experiments.read_fraction", "measure recall by the share of slots that are read"),
         "context-bytes": Command("experiments.context_bytes", "measure contexts as bytes, for codecs and storages"),
         "chunk-reuse": Command("experiments.chunk_reuse", "ask about facts in chunks whose caches are reused"),
+        "edit-reuse": Command(
+            "experiments.edit_reuse", "measure contexts whose text was edited, by the number of edits"
+        ),
         "train": Command("experiments.train", "train a small decoder, and export it as a Hugging Face folder"),
         "tune": Command("experiments.tune", "fine-tune a model through a cache, and measure the gap to the full cache"),
         "train-gate": Command("experiments.train_gate", "train the gate of the policy learned, at a budget"),
