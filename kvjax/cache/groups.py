@@ -104,6 +104,11 @@ class Group:
     parallel: ParallelContexts | None = None
 
     @property
+    def in_pages(self) -> bool:
+        """Whether neighbouring tokens share pages, so that they must lie in neighbouring slots."""
+        return self.policy.page > 1 or type(self.selection).write is not Selection.write
+
+    @property
     def sparse_prompt(self) -> QueryBlocks | None:
         """How the queries of a prompt read pages; None if they read everything, and while decoding."""
         return None if self.decoding else self.selection.prompt

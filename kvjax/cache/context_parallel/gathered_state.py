@@ -94,7 +94,9 @@ def empty_slots(position: Array) -> Array:
     return jnp.sum(position < 0, axis=2, keepdims=True, dtype=jnp.int32)
 
 
-def place_of(position: Array, own: Array, victim: Array, free: Array, axes: tuple[str, ...]) -> Array:
+def place_of(
+    position: Array, own: Array, victim: Array, free: Array, axes: tuple[str, ...], *, in_order: bool = False
+) -> Array:
     """Returns the slot of this device that the step's own token is written to, [B, K, 1] int32.
 
     It is the victim's slot, or an empty one where no token is evicted; otherwise S, where writes are dropped: on other
@@ -106,33 +108,47 @@ def place_of(position: Array, own: Array, victim: Array, free: Array, axes: tupl
       victim: [B, K, 1] int32, from `kvjax.cache.context_parallel.victims`.
       free: [C, B, K, 1] int32 empty slots of each device.
       axes: that slots are divided over.
+      in_order: see `places`.
     """
     size = position.shape[2]
     slot = jnp.arange(size, dtype=jnp.int32)
     evicted = jnp.min(jnp.where(position == victim, slot, size), axis=2, keepdims=True)
-    return jnp.where(victim >= 0, evicted, places(position, own >= 0, free, axes))
+    return jnp.where(victim >= 0, evicted, places(position, own >= 0, free, axes, in_order=in_order))
 
 
-def places(position: Array, stays: Array, free: Array, axes: tuple[str, ...]) -> Array:
+def places(position: Array, stays: Array, free: Array, axes: tuple[str, ...], *, in_order: bool = False) -> Array:
     """Returns the empty slots of this device that the step's own tokens are written to, [B, K, n] int32.
 
-    The tokens fill the empty slots of the devices one after the other. S, where writes are dropped, stands for a token
-    that is written on another device or not at all.
+    Each token goes to the device with the fewest live slots of its head, of several to the first one (DistAttention's
+    rule), so that no device attends to many slots while others wait for it. S, where writes are dropped, stands for a
+    token that is written on another device or not at all.
 
     Args:
       position: [B, K, S] int32 of this device.
       stays: [B, K, n] bool, the tokens to write.
       free: [C, B, K, 1] int32 empty slots of each device.
       axes: that slots are divided over.
+      in_order: the tokens fill the devices one after the other instead, since neighbours share a page.
     """
     size, n = position.shape[2], stays.shape[2]
     me = jax.lax.axis_index(axes)
-    # [B, K, 1]: the empty slots of the devices before this one, and of this one
-    before = jnp.sum(jnp.where(jnp.arange(len(free))[:, None, None, None] < me, free, 0), axis=0)
+    # [B, K, 1]
     mine = jax.lax.dynamic_index_in_dim(free, me, keepdims=False)
-    # [B, K, n]: the number of each token among those that stay, on this device
-    number = jnp.cumsum(stays, axis=2, dtype=jnp.int32) - 1 - before
+    # [C, 1, 1, 1]
+    device = jnp.arange(len(free), dtype=jnp.int32)[:, None, None, None]
+    # [B, K, n]: how many tokens other devices and this one have before it has 0, 1, 2, ... of them
+    order = jnp.arange(n, dtype=jnp.int32)
+    if in_order:
+        taken = order + jnp.sum(jnp.where(device < me, free, 0), axis=0)
+    else:
+        taken = jnp.sum(jnp.clip(order - mine + free + (device < me).astype(jnp.int32), 0, free), axis=0)
+    # [B, K, n]: the number of each token among those that stay
+    number = jnp.cumsum(stays, axis=2, dtype=jnp.int32) - 1
     slots = free_slots(position, n)
-    if n > 1:
-        slots = jnp.take_along_axis(slots, jnp.clip(number, 0, n - 1), axis=2)
-    return jnp.where(stays & (number >= 0) & (number < mine), slots, size)
+    if n == 1:
+        return jnp.where(stays & (taken == 0) & (mine > 0), slots, size)
+    # [B, K, n]: which of the tokens of this device it would be
+    found = jax.vmap(jax.vmap(jnp.searchsorted))(taken, number)
+    found = jnp.minimum(found, n - 1)
+    here = (jnp.take_along_axis(taken, found, axis=2) == number) & (found < mine)
+    return jnp.where(stays & here, jnp.take_along_axis(slots, found, axis=2), size)

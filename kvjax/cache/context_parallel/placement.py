@@ -135,7 +135,9 @@ class PendingWrites(NamedTuple):
         if self.leaving is None:
             free = gathered_state.empty_slots(position)
             every = jax.lax.all_gather(jnp.concatenate([stays.astype(jnp.int32), free], axis=2), self.axes)
-            target = gathered_state.places(position, every[0, :, :, :n] > 0, every[:, :, :, n:], self.axes)
+            target = gathered_state.places(
+                position, every[0, :, :, :n] > 0, every[:, :, :, n:], self.axes, in_order=self.group.in_pages
+            )
             return self._replace(layer=layer)._written(position, target, own, layer.stats)
         coded_at, exact_at = self._positions(position)
         # What is left of the leaving tokens.
@@ -154,7 +156,9 @@ class PendingWrites(NamedTuple):
         """Writes the step's own tokens where nothing is evicted."""
         own, position = self.new_tokens, self.layer.position
         if self.leaving is None:
-            target = gathered_state.places(position, own.position >= 0, self.free, self.axes)
+            target = gathered_state.places(
+                position, own.position >= 0, self.free, self.axes, in_order=self.group.in_pages
+            )
             return self._written(position, target, own, self.layer.stats)
         if own.stats:
             # The statistics of what leaves must be told.
@@ -179,9 +183,11 @@ class PendingWrites(NamedTuple):
         """
         assert self.leaving is not None
         leaves = self._all_leaving(found, stats, stays)
-        into = gathered_state.places(coded_at, leaves.position >= 0, self.free[..., :1], self.axes)
+        into = gathered_state.places(
+            coded_at, leaves.position >= 0, self.free[..., :1], self.axes, in_order=self.group.in_pages
+        )
         exact = stays & ~places_of(self.leaving.target, self.new_tokens.position)[1]
-        at = gathered_state.places(left, exact, self.free[..., 1:], self.axes)
+        at = gathered_state.places(left, exact, self.free[..., 1:], self.axes, in_order=self.group.in_pages)
         return self._in_stores(store_order.joined([coded_at, left]), leaves, into, at)
 
     def _all_leaving(self, found: Array, stats: Stats, stays: Array) -> NewTokens:
@@ -250,7 +256,7 @@ class PendingWrites(NamedTuple):
 
     def _target(self, position: Array, own: Array, victim: Array, free: Array) -> Array:
         """Returns the slot of this device that one token is written to, [B, K, 1] int32; see `exchange.place_of`."""
-        found = gathered_state.place_of(position, own, victim, free, self.axes)
+        found = gathered_state.place_of(position, own, victim, free, self.axes, in_order=self.group.in_pages)
         return jnp.where(own >= 0, found, position.shape[2])
 
     @property

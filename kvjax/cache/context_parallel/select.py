@@ -126,7 +126,9 @@ def choose(
         numbers = selection.to_devices(layer.index, by, view._replace(position=layer.position, key=None))
         free = gathered_state.empty_slots(first_store)
         every = jax.lax.all_gather(jnp.concatenate([free, numbers], axis=2), axes.slots)
-        slot = gathered_state.places(first_store, own.position >= 0, every[..., :1], axes.slots)[:, :, 0]
+        slot = gathered_state.places(
+            first_store, own.position >= 0, every[..., :1], axes.slots, in_order=group.in_pages
+        )[:, :, 0]
         view = view._replace(slot=slot, from_devices=every[..., 1:])
     index = selection.write(layer.index, keys[-1], slot, newest >= 0)
     with slot_reductions.devices(axes):
