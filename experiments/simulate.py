@@ -3,11 +3,19 @@
 python -m experiments.simulate serving --shape=opt-30b --topology=h100:1 --tokens=4096
 python -m experiments.simulate layouts --shape=llama2-7b --topology=h100:1 --tokens=5000 --budget=1024
 python -m experiments.simulate preemption --shape=llama2-7b --topology=h100:1 --budget=512
+python -m experiments.simulate pool --shape=llama2-7b --topology=h100:1 --instances=4 --long=60000
+python -m experiments.simulate phases --shape=llama2-7b --topology=h100:1 --rows=8 --host_memory=256GB
+python -m experiments.simulate storage --shape=llama2-7b --topology=h100:1 --flash_rate=12e9 --channels=16
+python -m experiments.simulate activations --shape=llama2-7b --topology=h100:1 --host_memory=256GB
 python -m experiments.simulate traffic --shape=llama2-7b --tokens=4096
 
 serving: the rows that fit, and the seconds of a prompt, a token, and an exchange with host memory.
 layouts: the bytes of a row: reserved, in pages, in virtual memory and in fixed slots; and of a trace of requests.
 preemption: waiting times and fairness of a trace whose priorities change, for a full cache in pages and for slots.
+pool: waiting times and use of memory of instances that hold slots of each other's requests, or do not.
+phases: from which length on slots are on the host, or computed again, and the seconds of a step.
+storage: the pages and bytes of attention in a storage drive that holds the cache.
+activations: the share of layers whose results training can move to the host while others are computed.
 traffic: the numbers that attention moves between slow and fast memory, beside the order of a lower bound.
 """
 
@@ -18,7 +26,7 @@ from absl import flags
 from experiments import cli
 from kvjax.errors import ConfigError
 
-SUBJECTS = ("serving", "layouts", "preemption", "traffic")
+SUBJECTS = ("serving", "layouts", "preemption", "pool", "phases", "storage", "activations", "traffic")
 
 
 def define(values: flags.FlagValues) -> None:
@@ -38,6 +46,24 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("output", 128, "tokens of an answer, on average", lower_bound=1, flag_values=values)
     flags.DEFINE_float("frequency", 0.02, "redraws of priorities in an iteration", lower_bound=1e-6, flag_values=values)
     flags.DEFINE_float("copy_seconds", 1e-5, "seconds of a copy besides its bytes", lower_bound=0.0, flag_values=values)
+    flags.DEFINE_integer("instances", 4, "servers of a pool", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("requests", 200, "requests to a pool", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("long", 32768, "tokens of a long prompt, on average", lower_bound=1, flag_values=values)
+    flags.DEFINE_float(
+        "long_share", 0.05, "share of prompts that are long", lower_bound=0.0, upper_bound=1.0, flag_values=values
+    )
+    flags.DEFINE_integer("rows", 1, "rows of a batch", lower_bound=1, flag_values=values)
+    memory = "bytes of host memory, such as 256GB; if not given, all fit"
+    flags.DEFINE_string("host_memory", None, memory, flag_values=values)
+    flags.DEFINE_float(
+        "read_share", 1.0, "share of the slots on the host that a step reads", lower_bound=0.0, upper_bound=1.0,
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_bool("overlap", False, "move slots from the host while the device computes", flag_values=values)
+    flags.DEFINE_integer("channels", 16, "features of a key that rank slots", lower_bound=1, flag_values=values)
+    rate = "bytes/s of all flash channels of a drive, which storage needs"
+    flags.DEFINE_float("flash_rate", None, rate, lower_bound=1.0, flag_values=values)
+    flags.DEFINE_integer("page", 4096, "bytes of a page of flash", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("seed", 0, "of the trace and of priorities", lower_bound=0, flag_values=values)
     flags.DEFINE_integer("tile", 128, "rows of a kernel's tile of queries", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("fast_memory", 65536, "numbers that fast memory holds", lower_bound=1, flag_values=values)
@@ -47,6 +73,8 @@ def define(values: flags.FlagValues) -> None:
 GROUPS = {
     "Traces": ["users", "turns", "rate", "prompt", "output", "seed"],
     "Preemption": ["frequency", "copy_seconds"],
+    "Pools": ["instances", "requests", "long", "long_share"],
+    "Phases and storage": ["rows", "host_memory", "read_share", "overlap", "channels", "flash_rate", "page"],
     "Kernels": ["tile", "fast_memory"],
 }
 
@@ -57,6 +85,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"give what to simulate: {', '.join(SUBJECTS)}.")
     if values.shape is None or (values.topology is None and given[0] != "traffic"):
         raise ConfigError("give --shape=NAME, such as llama2-7b, and --topology=NAME, such as h100:1.")
+    if given[0] == "storage" and values.flash_rate is None:
+        raise ConfigError(
+            "storage needs --flash_rate=NUMBER, the bytes/s at which the drive reads flash, such as 12e9."
+        )
     # It imports jax, which `--help` does without.
     from experiments.programs import simulate
 

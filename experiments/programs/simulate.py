@@ -9,14 +9,23 @@ from absl import flags
 from tabulate import tabulate
 
 from experiments import results
+from experiments.training.activations import recommended_share
 from kvjax.devices import Device
 from kvjax.errors import ConfigError
 from kvjax.models import shapes
-from kvjax.planning import attention_traffic, memory_layouts, preemption
+from kvjax.planning import (
+    attention_traffic,
+    cache_phases,
+    kernel_traffic,
+    memory_layouts,
+    memory_pool,
+    preemption,
+    storage_attention,
+)  # fmt: skip
 from kvjax.planning.serving_costs import ServedModel, serving_costs
 from kvjax.planning.topologies import find_target
 from kvjax.typing import JsonObject
-from kvjax.units import size
+from kvjax.units import parse_size, size
 
 Rows = list[JsonObject]
 
@@ -106,6 +115,96 @@ def _preemption(model: ServedModel, values: flags.FlagValues) -> Rows:
     return rows
 
 
+def _pool(model: ServedModel, values: flags.FlagValues) -> Rows:
+    trace = memory_pool.random_requests(
+        values.requests, rate=values.rate, prompt=values.prompt, output=values.output, long=values.long,
+        long_share=values.long_share, seed=values.seed,
+    )  # fmt: skip
+    rows = []
+    for name, budget in (("full", None), (f"{values.budget} slots", values.budget)):
+        for pooled in (False, True):
+            made = memory_pool.simulate_pool(
+                model, _device(values), trace, instances=values.instances, pooled=pooled, budget=budget
+            )
+            rows.append({
+                "cache": name, "memory": "pool" if pooled else "own", "finished": made.finished,
+                "refused": made.refused, "most rows": made.most_rows,
+                **{f"TTFT P{each}, s": made.ttft.get(each, math.nan) for each in (50, 99)},
+                **{f"request P{each}, s": made.request_seconds.get(each, math.nan) for each in (50, 99)},
+                "tokens/s": made.tokens_per_second,
+                "held by each, %": ", ".join(f"{100 * each:.2g}" for each in made.use),
+                "for others": size(max(made.for_others)),
+                "slots moved": size(made.slots_moved), "parts moved": size(made.parts_moved),
+            })  # fmt: skip
+    return rows
+
+
+def _phases(model: ServedModel, values: flags.FlagValues) -> Rows:
+    device = _device(values)
+    assert device.memory and device.bandwidth and device.flops
+    if device.link is None:
+        raise ConfigError(f"the link between {device.kind} and its host is unknown; name another device.")
+    room = device.memory - model.weight_bytes
+    if room <= 0:
+        raise ConfigError(f"the weights, {size(model.weight_bytes)}, do not fit in {device.kind}.")
+    phases = cache_phases.CachePhases(
+        model=model, device_bytes=room, host_bytes=_bytes("host_memory", values.host_memory),
+        bandwidth=device.bandwidth, link=device.link, compute=device.flops, rows=values.rows,
+        read_share=values.read_share, overlap=values.overlap,
+    )  # fmt: skip
+    found = phases.boundaries()
+    shown = {each for each in found if each} | {each - 1 for each in found if each and each > 1}
+    shown |= {values.tokens << doubling for doubling in range(5)}
+    names = {cache_phases.DEVICE: "device", cache_phases.HOST: "host", cache_phases.RECOMPUTED: "recomputed"}
+    return [
+        {
+            "tokens": tokens, "phase": names[own.phase], "on the device": own.device, "on the host": own.host,
+            "recomputed": own.recomputed, "step, ms": 1e3 * own.seconds,
+        }
+        for tokens, own in ((tokens, phases.split(tokens)) for tokens in sorted(shown))
+    ]  # fmt: skip
+
+
+def _bytes(flag: str, text: str | None) -> float:
+    if text is None:
+        return math.inf
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ConfigError(f"--{flag}={text!r} is not valid; give bytes, such as 256GB.") from None
+
+
+def _storage(model: ServedModel, values: flags.FlagValues) -> Rows:
+    device = _device(values)
+    if device.link is None:
+        raise ConfigError(f"the link of {device.kind} is unknown; name another device.")
+    made = storage_attention.storage_bytes(
+        model, values.tokens, channels=values.channels, slots=values.budget, page=values.page
+    )
+    times = storage_attention.storage_seconds(
+        model, made, flash_rate=values.flash_rate, link_rate=device.link, rows=values.rows, page=values.page
+    )
+    return [
+        *({"what": name.replace("_", " "), "planned": each, "unit": "pages" if "pages" in name else "bytes",
+           "of": "layer and row"} for name, each in made._asdict().items()),
+        *({"what": f"attention, {name.replace('_', ' ')}", "planned": 1e3 * each, "unit": "ms", "of": "step"}
+          for name, each in times._asdict().items()),
+    ]  # fmt: skip
+
+
+def _activations(model: ServedModel, values: flags.FlagValues) -> Rows:
+    device, config, rows = _device(values), shapes.by_name(values.shape), []
+    for tokens in (values.tokens << doubling for doubling in range(5)):
+        share = recommended_share(
+            config, device, rows=values.rows, tokens=tokens, width=model.width,
+            host_bytes=_bytes("host_memory", values.host_memory),
+        )  # fmt: skip
+        if share is None:
+            raise ConfigError(f"the FLOP/s of {device.kind} or its link to the host are unknown; name another device.")
+        rows.append({"tokens": tokens, "rows": values.rows, "offloaded, %": 100 * share})
+    return rows
+
+
 def _traffic(model: ServedModel, values: flags.FlagValues) -> Rows:
     made = attention_traffic.attention_traffic(
         values.tokens, model.dim, tile=values.tile, memory=values.fast_memory, slots=values.budget
@@ -115,12 +214,28 @@ def _traffic(model: ServedModel, values: flags.FlagValues) -> Rows:
         {"what": name.replace("_", " "), "moved": each, "unit": "numbers of a query head"}
         for name, each in made._asdict().items()
     ]
-    return rows + [
+    rows += [
         {"what": f"slots on several devices, {name}", "moved": each, "unit": "bytes of a row, layer and other device"}
         for name, each in shared._asdict().items()
     ]
+    # The blocks of a KV head serve all of its query heads.
+    group = model.heads // model.kv_heads
+    prompt = kernel_traffic.prefill_kernels(values.tokens, model.dim, group=group, statistics=True)
+    counted = [*zip(("prefill_causal", "prefill_statistics_causal"), prompt, strict=True)]
+    counted += [("decode", each) for each in kernel_traffic.decode_kernels(values.budget, model.dim, group=group)]
+    for name, each in counted:
+        own = attention_traffic.attention_traffic(
+            values.tokens, model.dim, tile=each.query_tile, memory=values.fast_memory, slots=values.budget
+        )
+        tile = "" if name == "decode" else f", tiles of {each.query_tile} queries"
+        rows.append({
+            "what": f"{name.replace('_', ' ')}, blocks of {each.kernel} on a TPU{tile}",
+            "moved": each.features / group, "unit": "numbers of a query head", "formula": getattr(own, name),
+        })  # fmt: skip
+    return rows
 
 
 SUBJECTS: Mapping[str, Callable[[ServedModel, Any], Rows]] = {
-    "serving": _serving, "layouts": _layouts, "preemption": _preemption, "traffic": _traffic,
+    "serving": _serving, "layouts": _layouts, "preemption": _preemption, "pool": _pool, "phases": _phases,
+    "storage": _storage, "activations": _activations, "traffic": _traffic,
 }  # fmt: skip

@@ -26,17 +26,17 @@ from experiments.lines import divided
 from experiments.runs import machine
 from experiments.tasks.prompts import NoRoom, make_many
 from experiments.tasks.recall import DIFFICULTY
-from experiments.training import checkpoints, corpus, evaluate
+from experiments.training import activations, checkpoints, corpus, evaluate
 from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_config, files, past, scheduled, stage
 from experiments.training.induction import grown, initial_parameters
 from experiments.training.mixture import Kind, Mixture
 from experiments.training.optimizer import optimizer
 from experiments.writers import Metrics
+from kvjax import devices as hardware
 from kvjax.checkpoint.huggingface import load, save
 from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, sharding
 from kvjax.typing import PyTree
@@ -87,6 +87,7 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
       ConfigError: settings that cannot work, or an output folder that holds a run with others.
     """
     check(config)
+    activations.check_devices(config.activations, jax.local_devices())
     files(config)
     with removed_if_unused(Path(config.output)):
         return _train(config, command, progress, writers)
@@ -126,10 +127,11 @@ def _train(config: TrainConfig, command: str, progress: bool | None, writers: Se
             mixture, held_out = corpus.load(config, folder, resume=bool(start or before or not distributed.is_first()))
         checksums = corpus.checksums(config)
         decoder = decoder_config(config, mixture.bos)
+        apply = activations.forward(decoder, config.activations, config.offload_share)
 
         @functools.partial(jax.jit, out_shardings=everywhere)
         def begin(params: PyTree) -> TrainState:
-            return TrainState.create(apply_fn=Decoder(decoder).apply, params=params, tx=optimizer(config))
+            return TrainState.create(apply_fn=apply, params=params, tx=optimizer(config))
 
         initial = before.params if before else initial_parameters(decoder, jax.random.key(config.seed))
         state = begin(jax.tree.map(lambda leaf: distributed.put(leaf, everywhere), initial))
@@ -139,7 +141,10 @@ def _train(config: TrainConfig, command: str, progress: bool | None, writers: Se
             results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
         log = Log(folder / METRICS, start, config, writers)
         environment = machine.environment()
-        log.write(kind="start", step=start, command=command, devices_used=devices, **environment, sha256=checksums)
+        about = _offload(config, decoder, devices) if config.activations == "offload" else {}
+        log.write(
+            kind="start", step=start, command=command, devices_used=devices, **about, **environment, sha256=checksums
+        )
         bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if progress is None else not progress)
         in_log = progress is None and not sys.stderr.isatty() and distributed.is_first()
         since, logged = time.perf_counter(), start
@@ -181,6 +186,17 @@ def _train(config: TrainConfig, command: str, progress: bool | None, writers: Se
     if distributed.is_first():
         save(Model(decoder, params, load_tokenizer(folder, decoder)), folder / "model")
     return folder / "model"
+
+
+def _offload(config: TrainConfig, decoder: DecoderConfig, devices: int) -> dict[str, float | None]:
+    """Returns the share of layers that are offloaded, and the one that is recommended for the longest windows."""
+    context = config.contexts[-1]
+    known = hardware.DEVICES.get(jax.local_devices()[0].device_kind)
+    recommended = None if known is None else activations.recommended_share(
+        decoder, known, rows=config.batch_tokens // context // devices, tokens=context,
+        host_bytes=(hardware.host_memory() or math.inf) / jax.local_device_count(),
+    )  # fmt: skip
+    return {"offload_share": config.offload_share, "recommended_offload_share": recommended}
 
 
 def _start_model(config: TrainConfig, folder: Path) -> Model:

@@ -9,6 +9,7 @@ from experiments import fields
 from experiments.fields import Count, Counts, Names, Number, Numbers, OptionalCount, Text, Whole
 from experiments.tasks import recall
 from experiments.training import layouts
+from kvjax.arguments import choice_argument
 from kvjax.errors import ConfigError
 from kvjax.typing import JsonObject
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 BY_STAGE = ("repeat_fraction", "invented_fraction", "wordy_fraction")  # of the mixture
 SHORTEST = 16  # tokens of a window
+ACTIVATIONS = ("keep", "recompute", "offload")  # see `experiments.training.activations`
 SMALLEST_VOCABULARY = 257
 ROPE_THETA = 500_000.0  # LLaMA 3's: more features turn slowly enough to match over the whole context
 
@@ -108,6 +110,10 @@ class TrainConfig:
     steps: the number of steps of the run.
     schedule_steps: the number of steps that stage_ends and the optimizer's warmup_steps, cycle_ends and decay_steps
       refer to; if `steps` differs, they are scaled in proportion. None = they are not scaled.
+    activations: where the results of layers are until the backward pass: keep (on the device), recompute, or offload
+      (the outputs of projections in host memory; the rest is recomputed).
+    offload_share: the share of layers whose results are offloaded; the others are recomputed. A run's log has the
+      share that MEMO's formula recommends, where the speed of the device is known.
     evaluate_every: the number of steps between evaluations; the last one is at the end.
     checkpoint_every: the number of steps between checkpoints.
     log_every: the number of steps between log lines.
@@ -129,6 +135,8 @@ class TrainConfig:
     batch_tokens: Count = 4096
     steps: Count = 3000
     schedule_steps: OptionalCount = None
+    activations: Text = "keep"
+    offload_share: Number = 1.0
     evaluate_every: Count = 250
     checkpoint_every: Count = 100
     log_every: Count = 10
@@ -195,6 +203,9 @@ def check(config: TrainConfig) -> None:
             f"new_layers={new} needs start, got {config.start!r}, and must be ascending numbers below "
             f"decoder.num_layers={shape.num_layers}."
         )
+    choice_argument("activations", config.activations, ACTIVATIONS, error=ConfigError)
+    if config.offload_share > 1:
+        raise ConfigError(f"offload_share={config.offload_share} is a share; give a number from 0 to 1.")
     if shape.num_layers < 2 or shape.num_heads < 4:
         raise ConfigError(
             f"decoder.num_layers={shape.num_layers} and decoder.num_heads={shape.num_heads} are too few for the "
@@ -283,7 +294,9 @@ def files(config: NamesTexts) -> tuple[list[Path], list[Path]]:
 def past(config: TrainConfig, step: int) -> JsonObject:
     """Everything that the state after `step` steps depends on: two configs that agree on it share that state."""
     settings = fields.to_dict(config)
-    for name in ("output", "name", "evaluate_every", "checkpoint_every", "log_every", "steps"):
+    # The gradients are the same wherever the results of layers are.
+    of_no_step = ("activations", "offload_share")
+    for name in ("output", "name", "evaluate_every", "checkpoint_every", "log_every", "steps", *of_no_step):
         del settings[name]
     ends = [*config.stage_ends, config.steps]
     begun = sum(end < step for end in ends[:-1]) + 1

@@ -1,6 +1,7 @@
 """Training: resumes exactly after a kill, the same on many devices, exports what transformers loads."""
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -19,11 +20,15 @@ import kvjax
 from experiments import fields
 from experiments.programs import card, train
 from experiments.runs.data import generated_text
+from experiments.training import activations
 from experiments.training import config as training
 from experiments.training.config import DecoderShape, MixtureConfig, OptimizerConfig, TrainConfig
 from experiments.training.optimizer import schedule
+from kvjax import devices
 from kvjax.errors import ConfigError
 from kvjax.models.decoder import Decoder
+from kvjax.models.parameters import parameter_shapes, random_parameters
+from kvjax.planning import serving_costs
 from tests.conftest import ROOT, XLA_FLAGS
 
 STEPS = 12
@@ -254,11 +259,105 @@ def test_configs_are_scaled_from_their_own_length():
         ("decoder.num_layers", 1, "are too few for the induction head"),
         ("output", "/dev/null/run", "output='/dev/null/run' cannot be written"),
         ("decoder.vocab_size", 200, "decoder.vocab_size=200 is too small"),
+        ("activations", "drop", "activations='drop' is not valid; use 'keep', 'recompute' or 'offload'"),
+        ("offload_share", 1.5, "offload_share=1.5 is a share"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(config, path, value, message):
     with pytest.raises(ConfigError, match=message):
         train.train(fields.override(config, path, value), progress=False)
+
+
+SHAPE = training.decoder_config(
+    TrainConfig(
+        decoder=DecoderShape(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_size=48)
+    ),
+    bos=0,
+)
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    """The gradients of a tiny decoder by where its activations are."""
+    params = random_parameters(SHAPE, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, SHAPE.vocab_size)
+    kind = np.ones((2, 17), np.int32)
+
+    @functools.cache
+    def of(where, share):
+        apply = activations.forward(SHAPE, where, share)
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.jit(jax.grad(lambda params: train.loss_of(params, apply, tokens, kind, 4.0)[0]))(params)
+
+    return of
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("where", "share"), [("offload", 0.5), ("offload", 1.0), ("recompute", 1.0)])
+def test_gradients_are_the_same_wherever_activations_are(gradients, where, share):
+    """A CPU runs the copies to host memory, which is its own memory."""
+    kept, found = gradients("keep", 1.0), gradients(where, share)
+    jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-7), kept, found)
+    assert max(float(np.abs(each).max()) for each in jax.tree.leaves(kept)) > 0.01
+
+
+def test_what_moves_to_the_host():
+    """Queries, keys, values, the output of attention, and both hidden vectors of the MLP, in float32."""
+    assert activations.activation_bytes(SHAPE) == 4 * (32 + 2 * 16 + 32 + 2 * 48)
+
+    def kept(where, share):
+        """Returns the bytes on the device and on the host between the passes, without the parameters."""
+        shapes, tokens = parameter_shapes(SHAPE), jax.ShapeDtypeStruct((2, 16), np.int32)
+        apply = activations.forward(SHAPE, where, share)
+
+        def residuals(params, tokens):
+            return jax.tree.leaves(jax.vjp(lambda params: apply({"params": params}, tokens)[0], params)[1])
+
+        sizes = {False: 0, True: 0}
+        for each in jax.make_jaxpr(residuals)(shapes, tokens).out_avals:
+            sizes[each.memory_space == jax.memory.Space.Host] += each.size * each.dtype.itemsize
+        return sizes[False], sizes[True]
+
+    each = 32 * activations.activation_bytes(SHAPE)
+    (all_kept, none), (recomputed, zero), offloaded, half = (
+        kept(*given) for given in (("keep", 1.0), ("recompute", 1.0), ("offload", 1.0), ("offload", 0.5))
+    )
+    assert none == zero == 0 and recomputed < all_kept
+    assert (offloaded[1], half[1]) == (2 * each, each)
+    assert recomputed <= half[0] <= offloaded[0] < all_kept
+    assert activations.moved_layers(5, 0.4) == [False, False, True, False, True]
+    assert sum(activations.moved_layers(10, 0.3)) == 3 and all(activations.moved_layers(3, 1.0))
+
+
+def test_the_share_that_is_recommended(config):
+    device = devices.Device("given", 1e9, 1e9, 1e9, "given", link=1e6)
+    share = activations.recommended_share(SHAPE, device, rows=3, tokens=100, host_bytes=1e12)
+    per_token = activations.activation_bytes(SHAPE)
+    layer = 3 * serving_costs.ServedModel.of(SHAPE).prefill_flops(100) / 2 / 1e9
+    assert share == pytest.approx(1e6 * layer / (per_token * 300)) and 0 < share < 1
+    small = activations.recommended_share(SHAPE, device, rows=3, tokens=100, host_bytes=2 * 300 * per_token * share / 4)
+    assert small == pytest.approx(share / 4)
+    unknown = dataclasses.replace(device, link=None)
+    assert activations.recommended_share(SHAPE, unknown, rows=3, tokens=100, host_bytes=1e12) is None
+    # A run may go on with its activations elsewhere.
+    moved = dataclasses.replace(config, activations="offload", offload_share=0.5)
+    assert training.past(config, 5) == training.past(moved, 5)
+
+
+def test_devices_that_read_no_host_memory_do_not_offload():
+    class Memory:
+        kind = "device"
+
+    class Old:
+        device_kind = "old"
+
+        def addressable_memories(self):
+            return [Memory()]
+
+    activations.check_devices("recompute", [Old()])
+    activations.check_devices("offload", jax.local_devices())
+    with pytest.raises(ConfigError, match=r"old has device\. Give activations=recompute"):
+        activations.check_devices("offload", [Old()])
 
 
 @pytest.mark.parametrize("short", ["two", "three"])

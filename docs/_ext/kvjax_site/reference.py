@@ -14,6 +14,8 @@ PACKAGES = (
     "kvjax.serve", "kvjax.analysis", "kvjax.analysis.plots", "kvjax.analysis.submodular", "kvjax.training",
     "kvjax.planning", "kvjax.planning.capacity", "kvjax.planning.serving_costs", "kvjax.planning.memory_layouts",
     "kvjax.planning.preemption", "kvjax.planning.attention_traffic", "kvjax.planning.offload_shares",
+    "kvjax.planning.memory_pool", "kvjax.planning.cache_phases", "kvjax.planning.storage_attention",
+    "kvjax.planning.kernel_traffic",
     "kvjax.lm_eval", "kvjax.numerics.statistics",
     "kvjax.generation.prefill", "kvjax.generation.generate", "kvjax.models.skew", "kvjax.products",
     "kvjax.errors",
