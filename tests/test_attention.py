@@ -138,6 +138,7 @@ def assert_close(got, expected) -> None:
         np.testing.assert_allclose(got_columns[name], column, rtol=2e-6, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "n", "before", "window", "group_reduce", "tile"),
     [
@@ -161,6 +162,7 @@ def test_output_and_every_statistic(heads, kv_heads, n, before, window, group_re
     assert_close(_attend(*inputs, tile=tile, **options), naive(*inputs, **options))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("n", "tile", "window"), [(23, 4, None), (23, None, 7), (30, 2, 10), (1, None, None)])
 def test_a_prompt_attends_to_itself(n, tile, window, monkeypatch):
     """The path that skips the future equals the general one and the naive one, padding included."""
@@ -335,7 +337,7 @@ SPLIT = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "count"),
     [*((case, 2) for case in SPLIT), (SPLIT[0], 1), (SPLIT[2], 3), (SPLIT[0], 4), (SPLIT[3], 4)],

@@ -222,6 +222,7 @@ def attended(query: np.ndarray, key: np.ndarray, value: np.ndarray, weight: Any)
 
 @pytest.mark.sampled(3)
 # What stays is other tests' matter: one of every kind of eviction, and each way of hiding or splitting.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", ["full", "window", "h2o", "tova", "scissorhands", "snapkv", "pyramidkv", "random", "h2o-masked", *SPLIT]
 )

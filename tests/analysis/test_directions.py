@@ -40,6 +40,7 @@ def loss(ranks, calibration=None):
     return float(measure()(list((calibration or start()).layers), jnp.asarray(ranks, jnp.int32)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", [None, 6, 1])
 def test_attention_is_the_definition(window):
     rng = np.random.default_rng(0)

@@ -111,7 +111,7 @@ ARCHITECTURES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_rows_are_those_of_the_cache_s_statistics(name):
     config = dataclasses.replace(tiny().model.config, **ARCHITECTURES[name])

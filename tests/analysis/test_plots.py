@@ -71,6 +71,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FIGURES)
 def test_figures_can_be_read(name):
     figure = FIGURES[name]()

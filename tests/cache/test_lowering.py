@@ -135,7 +135,7 @@ def ragged_batches(rows: int, count: int) -> list[np.ndarray]:
     return [*uniform, *np.exp2(rng.uniform(0, 11, (count - count // 2, rows))).astype(int)]
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("rows", [1, 2, 8])
 @pytest.mark.parametrize(
     "name", [name for name in all_policies() if name not in ("h2o[local]", "h2o[global]")] + list(PYRAMIDS)

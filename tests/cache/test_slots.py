@@ -87,6 +87,7 @@ VICTIMS = [
 ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("choose", [evict.one_victim, evict.all_victims])
 @pytest.mark.parametrize(("position", "priority", "budget", "victims"), VICTIMS)
 def test_victims(choose, position, priority, budget, victims):
@@ -111,6 +112,7 @@ PAGES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("position", "priority", "budget", "gone"), PAGES)
 def test_victims_by_pages(position, priority, budget, gone):
     arrays = jnp.array([[position]], jnp.int32), jnp.array([[priority]], jnp.float32)

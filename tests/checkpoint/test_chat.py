@@ -146,6 +146,7 @@ def continued(own, name, last):
     return text, head.removesuffix("<|im_start|>assistant\n") + "<|im_start|>assistant\n" + kept(last)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONTINUED)
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(strategies.lists(strategies.sampled_from(PIECES), max_size=3).map("".join))

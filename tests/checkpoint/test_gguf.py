@@ -116,6 +116,7 @@ def test_every_architecture_has_a_case():
     assert {writer.ARCHITECTURES[family] for family, _ in CASES.values()} == set(ARCHITECTURES)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", CASES)
 def test_decoder_and_parameters(name, tmp_path):
     path = tmp_path / "model.gguf"

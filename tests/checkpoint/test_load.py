@@ -57,6 +57,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("shards", [False, True], ids=["one", "shards"])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "phi3", "llama"])
@@ -134,7 +135,7 @@ def test_old_names_and_buffers(family, tmp_path):
     assert model.config == config
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("shards", [False, True], ids=["one", "shards"])
 @pytest.mark.parametrize("family", [name for name in families.FAMILIES if name != "phi"])  # phi's is never tied

@@ -12,6 +12,7 @@ from kvjax.models.parameters import parameter_shapes
 from tests.checkpoint.folders import get, random_params, raw_config
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_parameter_is_in_one_tensor(family):
     config = families.read(raw_config(family))

@@ -46,7 +46,7 @@ def test_params(model, tmp_path):
         orbax.save_params(tmp_path / "params", model.params)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "spec",
     [

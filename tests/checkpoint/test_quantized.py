@@ -100,7 +100,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_matrices_are_those_of_the_definition(name, tmp_path):
     family, settings, write, more = CASES[name]
@@ -111,6 +111,7 @@ def test_matrices_are_those_of_the_definition(name, tmp_path):
     assert all((order is not None) == more.get("act_order", False) for order in orders)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["v1", "act order", "awq"])
 def test_logits_are_those_of_exact_weights(name, tmp_path):
     family, settings, write, more = CASES[name]
@@ -222,6 +223,7 @@ def test_groups_without_an_index_have_the_size_of_the_settings(tmp_path):
         kvjax.load(tmp_path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "weights"), [("llama", "int4"), ("gpt2", "int8"), ("gpt_neox", "int4"), ("phi3", "int4")]
 )

@@ -77,6 +77,7 @@ def small():
     made.stop()
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_every_template_ends_with_an_error_of_its_own(name, small):
     source, message = HOSTILE[name]

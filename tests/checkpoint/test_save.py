@@ -26,6 +26,7 @@ def small(family="llama", dtype=jnp.float32) -> Model:
     return Model(config, jax.tree.map(lambda x: jnp.asarray(x, dtype), random_params(config)))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_round_trip(family, tmp_path):
     model = small(family)

@@ -245,7 +245,7 @@ CHATS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SPREAD)
 @pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json", "vocab.json"])
 def test_facts_of_several_files_are_those_of_transformers(kind, name, pieces, request, tmp_path):
@@ -365,6 +365,7 @@ def test_damaged_files_beside_the_vocabulary(name, content, tmp_path):
         load_tokenizer(tmp_path, config("llama"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["gpt2", "gpt-neox", "opt"])
 def test_same_ids_as_transformers(kind, real, tmp_path):
     transformers = pytest.importorskip("transformers", reason="compares with transformers")

@@ -65,6 +65,7 @@ def test_a_grown_context_goes_on_as_one_with_more_room(name):
         assert kept(made.state, row) == kept(expected.state, row)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_arrays_of_every_kind_grow(name):
     context = begun(OTHERS[name], 4)

@@ -72,7 +72,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_under_eviction_boundaries_and_budgets_are_equal(name):
     spec, options, boundaries, expected = CASES[name]

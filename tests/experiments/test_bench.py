@@ -182,7 +182,7 @@ def test_the_bytes_of_a_step_by_hand():
 HEADS = ((1, 0), (0, 0))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("policy", "slots", "grows"),
     [
@@ -435,6 +435,7 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
         PEERS[name].load(str(tmp_path))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

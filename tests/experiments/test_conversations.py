@@ -61,6 +61,7 @@ def full() -> dict[str, list[dict]]:
     return found | {"own": answers(policies.full(), own_answers=True)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", [*MODES, "own"])
 def test_each_mode_sees_its_own_text_under_a_full_cache(mode, full):
     for each, row in zip(CONVERSATIONS, tokens(full[mode]), strict=True):

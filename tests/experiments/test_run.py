@@ -185,6 +185,7 @@ def test_a_storage_and_a_selection_are_measured_and_named(small):
     assert "| full + int8 + optimal(6)" in (folder / "report.md").read_text()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, KvjaxError])
 @pytest.mark.parametrize("moment", ["measure", "write"])
 def test_an_interrupted_run_leaves_no_result(small, monkeypatch, error, moment):

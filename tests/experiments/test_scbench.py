@@ -75,6 +75,7 @@ def test_all_twelve_tasks_are_there():
     assert len(scbench.TASKS) == 12 and scbench.TASKS.keys() == RECORDS.keys() == {*registry.TASKS} & {*RECORDS}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("task", RECORDS)
 def test_texts_and_right_answers(task, tmp_path):
     asked = made(task, tmp_path, RECORDS[task], settings="(mode=single)")

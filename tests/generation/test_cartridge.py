@@ -96,6 +96,7 @@ def test_an_optimizer_of_ones_own():
         jax.tree.map(np.testing.assert_array_equal, trained.prefilled.state, made.state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("policy", "tokens", "options", "match"),
     [

@@ -57,7 +57,7 @@ def assert_alike(one, other):
                 np.testing.assert_array_equal(own, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_cache_is_that_of_a_prompt_of_its_own(name):
     model, spec = tiny().model, SPECS[name]
@@ -140,6 +140,7 @@ def test_equal_prompts_that_go_on_otherwise(place):
         np.testing.assert_allclose(own, wanted, atol=2e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("other", ["tokens", "lengths", "weights", "config", "precision"])
 def test_other_prompts_are_not_taken_for_these(other):
     tokens, lengths, model, precision = TOKENS, LENGTHS, tiny().model, None

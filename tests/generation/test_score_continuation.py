@@ -26,7 +26,7 @@ def prefilled(spec, new=NEW, model=None):
     return prefill(model or tiny().model, TOKENS[:, :PROMPT], spec, max_new_tokens=new)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_scores_are_those_of_the_whole_text(name):
     spec = SPECS[name]

@@ -78,7 +78,7 @@ def assert_products(run, operand, numbers, rows):
     np.testing.assert_allclose(run(weight, operand), output, atol=1e-6 * slots * largest * spread)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_codes_are_multiplied_as_what_they_decode_to(name, own_code):
     codec, dim = CASES[name]
@@ -90,7 +90,7 @@ def test_codes_are_multiplied_as_what_they_decode_to(name, own_code):
     assert native.CODED_VECTORS in text and operand.shape == (B, K, 70, dim)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["int8", "int4, an odd head", "fp8", "turboquant", "rotated"])
 @pytest.mark.parametrize("slots", [32, 33, 47])
 def test_chunks_are_multiplied_as_a_whole(name, slots, monkeypatch):

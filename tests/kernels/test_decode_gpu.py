@@ -44,7 +44,7 @@ def test_many_slots_are_those_of_float64(machine, case):
     case.check("pallas_gpu", machine)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "reports"),
     [*((case, True) for case in [*DECODE, *HARDWARE]), (DECODE[0], False), (HARDWARE[1], False)],
@@ -72,7 +72,7 @@ def test_of_codes_it_is_that_of_what_they_decode_to(machine, monkeypatch, case):
     case.check("pallas_gpu", machine, rounded=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CODED_GPU, ids=str)
 def test_of_codes_it_lowers_for_cuda(case):
     run = jax.jit(lambda parts: attention.attend_parts(parts, "pallas_gpu"))

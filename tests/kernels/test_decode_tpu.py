@@ -57,7 +57,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(coded_tpu, "TILE_BYTES", 1 << 14)  # of 128 slots of 128 bytes, and of 256 of 64
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CODED, ids=str)
 def test_of_codes_it_is_that_of_what_they_decode_to(interpreted, monkeypatch, case):
     small_chunks(monkeypatch)

@@ -23,7 +23,7 @@ needs_libtpu = pytest.mark.skipif(
 LENGTHS = (19, 24)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("policy", "block"),
     [

@@ -51,7 +51,7 @@ def test_a_slot_too_many_is_noticed(machine, monkeypatch):
         Case((24,), 1, 1, 24, 0, 64, needs=frozenset()).check("pallas_gpu", machine)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "reports"),
     [*((case, True) for case in [*PREFILL, *HARDWARE]), (PREFILL[0], False), (HARDWARE[0], False)],
@@ -89,7 +89,7 @@ def visits(tiling, n, window=None, real=None):
     return np.asarray(first[0]), np.asarray(second[0])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [None, 1, 90])
 @pytest.mark.parametrize(("group", "n", "real"), [(1, 136, 136), (3, 200, 150), (4, 1032, 1032), (2, 64, 0)])
 def test_a_tile_is_visited_where_something_is_seen(group, n, real, window):
@@ -113,7 +113,7 @@ def test_a_tile_is_visited_where_something_is_seen(group, n, real, window):
         assert (low, high) == span if span else low > high
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("group", [1, 7, 71])
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

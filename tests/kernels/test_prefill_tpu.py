@@ -139,7 +139,7 @@ def compiled(topology, case):
         return jax.jit(lambda *given: run(case, *given)).lower(*placed).compile()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("topology", "case"),

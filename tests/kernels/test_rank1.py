@@ -31,7 +31,7 @@ def both(observe_and_evict, given):
     return got, jax.tree.map(lambda x: np.asarray(x)[0, 0], expected)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("budget", [12, 26])
 @pytest.mark.parametrize("name", [name for name, traced in TRACED.items() if traced])
 def test_a_line_settles_as_a_head_does(name, budget):

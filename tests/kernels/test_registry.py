@@ -52,6 +52,7 @@ def test_hits_and_gaps_are_of_xla_alone(backend, tokens):
     assert "statistic recurrence(0.1) depends on their positions" in chosen.reasons[-1]
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", TRACED)
 def test_the_jaxpr_decides_as_the_flags_did(name, backend):

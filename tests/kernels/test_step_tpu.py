@@ -97,7 +97,7 @@ def compiled(topology, shape, dtype, policy, held=None):
         return step.lower(layer, query, one, one, at, row).compile()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("topology", "shape", "dtype", "name"),

@@ -106,6 +106,7 @@ def shape_of(key: jax.ShapeDtypeStruct) -> str:
     return f"f32[{','.join(map(str, key.shape))}]"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "every"), [("h2o", 1), ("window", 1), ("h2o", 16)])
 def test_decoding_copies_no_cache(name, every):
     executable, key = compile_decode(policies.by_name(name, budget=SLOTS, every=every))
@@ -167,7 +168,7 @@ def form():
     use(*before)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["native", "fixed"])
 @pytest.mark.parametrize("policy", [policies.full(), policies.h2o(SLOTS)], ids=lambda policy: policy.name)
 def test_decoding_holds_codes_and_no_decoded_copy(policy, name, form):

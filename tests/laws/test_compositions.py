@@ -128,7 +128,7 @@ def check_limits(run: layers.Run, policy: Policy, protected: Callable[[int, int]
                 assert all(set(range(n, tokens)) < set(positions) for positions in heads)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_limits_rows_by_themselves_and_room_for_everything(name):
     for budget in (0.5, ROOM):
@@ -265,6 +265,7 @@ def test_refused_with_the_reason(made, match):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("base", ["pyramidkv", "snapkv", "knorm"])
 def test_heads_that_share_leave_a_short_prompt_alone(base):
     """However short: of a window of 32, too, which a pyramid's flat budget does not bound."""

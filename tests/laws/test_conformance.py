@@ -125,7 +125,7 @@ def test_limits_protection_and_distinct_positions_at_every_step(run):
                 assert (steps[NEW:, row, head] == steps[NEW - 1, row, head]).all(), "a row at its end is unchanged"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_generation_evolves_as_log_likelihood_and_is_greedy(run):
     trace = evolve(model(run.name), run.prefilled, run.tokens, LENGTHS + NEW - 1)
     for row, n in enumerate(LENGTHS):

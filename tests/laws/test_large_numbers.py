@@ -75,6 +75,7 @@ PARTS = {
 TOO_LARGE = [2**31, np.int64(2**31), 2**32, 2**63, 10**30, 10**5000]
 
 
+@pytest.mark.sampled(52)
 @pytest.mark.parametrize("value", TOO_LARGE, ids=lambda value: f"about 2^{int(value).bit_length() - 1}")
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments(name, value, model):

@@ -45,7 +45,7 @@ def run_case(worked_cases, index: int, **changes):
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("index", range(CASES))
 def test_worked_case(worked_cases, index):
     cases, arrays, _, config = worked_cases
@@ -60,7 +60,7 @@ def test_worked_case(worked_cases, index):
     np.testing.assert_array_equal(np.array(run.kept), expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("index", "changes"),
     [
@@ -104,7 +104,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("block", [None, 1, 7])
 @pytest.mark.parametrize("name", POLICIES)
 def test_ragged_rows_are_computed_alone(name, block):

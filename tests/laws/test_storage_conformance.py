@@ -143,7 +143,7 @@ def describe(case: Case) -> str:
     return f"{case.policy}-{'|'.join(case.codecs)}-{case.residual}-{case.block}-{case.heads}".replace(" ", "_")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=describe)
 def test_a_step_is_one_on_what_was_stored(case):
@@ -182,7 +182,7 @@ READ = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", READ, ids=describe)
 def test_a_step_that_multiplies_by_codes_is_the_same(case, by_codes, monkeypatch):
     read, calls = codes.codes_product, []
@@ -223,6 +223,7 @@ def wrong() -> Iterator[tuple[str, law.Storage, law.Triple]]:
     yield "values are in the codec of keys", law.Storage(key, key, residual), prompt, decode
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", range(6))
 def test_mistakes_are_noticed(number):
     assert ONE in CASES

@@ -62,7 +62,7 @@ def assert_kept(got, kept):
     np.testing.assert_array_equal([each[..., -live:] for each in positions], kept)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", range(16))
 def test_kept_slots_and_log_probabilities(examples, stories, case):
     about = json.loads(bytes(examples["cases"]))[case]
@@ -86,7 +86,7 @@ def policy_of(about):
     return policies.by_name(name, **arguments, **({"share_heads": False} if name == "tova" else {}))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", METHODS)
 def test_newer_methods(methods, stories, case):
     about = json.loads(bytes(methods["cases"]))[case]

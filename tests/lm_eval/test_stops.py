@@ -41,6 +41,7 @@ def test_the_runner_stops_after_a_stop_text(model, monkeypatch):
         Runner(tiny(layers=1).model, CacheSpec(policies.full())).texts([[1]], new_tokens=2, ended=["x"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("until", "think", "text"),
     [

@@ -31,7 +31,7 @@ def test_every_family_has_a_case():
     assert {case.family for case in CASES} == set(families.FAMILIES)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_log_probabilities_and_a_saved_folder_loads_in_transformers(case: Case, tmp_path):
     reference = hf_models.make(case, tmp_path / "from")

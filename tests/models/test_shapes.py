@@ -9,6 +9,7 @@ from kvjax.models import families, shapes
 from kvjax.models.parameters import parameter_count
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [

@@ -39,6 +39,7 @@ def rows(kind: str, size: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
     return value.astype(np.float32), position.astype(np.int32)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plain", [False, True], ids=["jit", "eager"])
 def test_as_a_stable_sort(kind, plain):
@@ -51,7 +52,7 @@ def test_as_a_stable_sort(kind, plain):
             np.testing.assert_array_equal(got[row], expected(value[row] + 0.0, position[row], each), f"{kind} {each}")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [LANES * DEPTH - 1, LANES * DEPTH, 5000])
 def test_long_rows_are_counted_in_blocks(kind, size):

@@ -87,6 +87,7 @@ def test_heads_and_slots_are_divided(sizes, kv_heads, expected):
     assert sharding.fit_sizes(sizes, kv_heads, Rules(slots=None)) == sizes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "sizes", "batch"),
     [

@@ -307,7 +307,7 @@ def test_tpu_holds_the_scales_of_codes_as_they_are():
     assert planned.temporaries < planned.cache // 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:1x1", "v5p:2x2x1", "v6e:1x8", "tpu7x:1x1x1"])
 def test_every_family_compiles(topology):

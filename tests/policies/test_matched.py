@@ -110,6 +110,7 @@ def attended(given, keep, value, log_weight, row, head, cap=None) -> np.ndarray:
     return reference.softmax(logits + log_weight[keep]) @ value[keep].astype(np.float64)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0}, {"window": 25}, {"ridge": 10.0}])
 def test_outputs_come_nearer(options):
     """Than those of the kept slots as they are: much nearer here, and never farther."""

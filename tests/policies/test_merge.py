@@ -173,7 +173,7 @@ def simulate(row: int, head: int, budget: int, fold: Callable[[Slots, Slots], No
     return np.concatenate(outputs, axis=1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MERGES)
 def test_what_stays_holds_what_the_definition_says(name):
     arguments, fold = REFERENCES[name]

@@ -136,6 +136,7 @@ def test_a_split_of_heads_takes_its_own_rows():
     assert split.layout.calibration_bytes() == sum(leaf.nbytes for leaf in jax.tree.leaves(held)) > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "gate",
     [

@@ -29,6 +29,7 @@ def example(name: str, budget):
     return examples.policy(name, budget, **{key: SMALL[key] for key in accepts(name) & set(SMALL)})
 
 
+@pytest.mark.sampled(176)
 @pytest.mark.parametrize(
     "budget",
     [
@@ -121,6 +122,7 @@ def test_equal_arguments_are_one_policy(name):
 ONE_LAYER = layers.Case(layers.random_streams([0, 1], 24), prompts=np.array([20, 9]), ends=np.array([24, 13]))
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", BUDGETED)
 def test_equal_policies_are_traced_once(name):
     """Groups are static arguments: one that is not equal would compile everything again."""

@@ -55,7 +55,7 @@ def used(function, policy):
     return {name for name, each in zip(("key", "value"), jaxpr.invars, strict=True) if id(each) in live}
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_ranking_reads_is_declared(name):
     policy = POLICIES[name]

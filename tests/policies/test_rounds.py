@@ -74,7 +74,7 @@ def simulated(row, step, block):
     return survived, evicted
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("block", [None, 4])
 @pytest.mark.parametrize("storage", [kvjax.storage.dense(), kvjax.storage.int8(residual=2)], ids=["dense", "int8"])
 def test_numbers_are_written_when_a_head_evicts(storage, block):

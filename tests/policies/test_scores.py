@@ -173,7 +173,7 @@ def found(name, arguments, given):
     return np.asarray(importance.score({}, view))[0, 0]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in CASES.items() for case in cases])
 def test_worked_scores(worked, name, case):
     about = json.loads(bytes(worked["cases"]))[case]
@@ -299,6 +299,7 @@ def test_leverage_of_a_sketch(layer):
     np.testing.assert_allclose(two - one, (expected - expected.mean()) / expected.std(ddof=1), atol=2e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("live", [3, 11, 37, 40])
 def test_scores_of_slots_in_any_order(live):
     """Empty slots and the order of slots change nothing."""
@@ -404,6 +405,7 @@ def test_a_prompt_that_a_sliding_window_has_left_is_not_kept(every):
     assert not run.layout.decode[-1][0].evicts_one
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -25,6 +25,7 @@ def usable(name, kernel, transposed):
     return lambda x, kernel: FORMS[name].run(x, kernel, transposed, x.dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_is_the_product(name, transposed):
@@ -42,6 +43,7 @@ def test_every_form_is_the_product(name, transposed):
         pytest.skip(FORMS[name].refuses(kernel, transposed))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])
 @pytest.mark.parametrize("name", ["dot", "native"])
 @pytest.mark.parametrize("batch", [(1, 1), (3,), (2, 40)], ids=str)

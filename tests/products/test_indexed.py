@@ -79,6 +79,7 @@ def test_caches_of_a_layer_that_is_not_there_are_an_error():
         )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize(("batch", "layers", "index"), [(2, 3, 0), (2, 3, 2), (1, 3, 1), (2, 1, 0)])
 @pytest.mark.parametrize("scales", ["stacks", "arrays", "none"])

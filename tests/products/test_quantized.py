@@ -62,6 +62,7 @@ def test_groups_without_a_range():
     assert (error <= (0.5 + 1e-4) * np.asarray(got.scale, np.float64)).all()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("rows", [(1,), (2, 3)])
@@ -98,6 +99,7 @@ def own_code():
     products.use(before)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_kvjaxs_own_code_multiplies_by_codes(bits, own_code):
     for outputs, group, rows in ((1, 8, 1), (77, 24, 3), (200, 48, 8), (64, 96, 64)):

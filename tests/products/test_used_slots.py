@@ -40,6 +40,7 @@ def run(x, cache, used, transposed):
     return np.asarray(slots_product(x, cache, used, transposed, jnp.float32))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transposed", [False, True], ids=IDS)
 def test_the_first_slots_are_multiplied_and_no_others_are_read(transposed, width):
     for rows, count, dim in SHAPES:
@@ -91,6 +92,7 @@ def attention(rows, count, dim, dtype="float32", queries=1):
     return 3 * query, key, key[..., ::-1], jnp.asarray(seen), used
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("queries", [1, 5])
 def test_attention_is_that_of_the_slots_that_are_seen(queries, width):
     for heads, count, dim in SHAPES:
@@ -156,7 +158,7 @@ def test_gradients_of_attention(queries):
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("transposed", [False, True], ids=IDS)
 @pytest.mark.parametrize("codec", [Integer(8, 64), Integer(4, 16), Fp8(), TurboQuant(2)], ids=repr)
 def test_codes_of_the_slots_in_use_are_multiplied_and_no_others_are_read(codec, transposed, width):

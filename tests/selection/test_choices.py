@@ -132,7 +132,7 @@ def shadow(rank, chunk, budget, local, outliers):
     return reference.ShadowKV(SCALE, turned, rank, chunk, budget, local, outliers)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("heads", "window"), CASES)
 @pytest.mark.parametrize("name", LOOKS)
 def test_every_choice_is_the_reference(name, heads, window):
@@ -148,6 +148,7 @@ def test_every_choice_is_the_reference(name, heads, window):
 SEEDS = {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("numbers", "heads"),
     [
@@ -164,7 +165,7 @@ def test_shadowkv(numbers, heads):
     assert_same(run(made, batch), batch, expected(lambda: shadow(*numbers)))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in LOOKS if not LOOKS[name][0].in_prompt])
 def test_the_new_token_behind_the_slots(name):
     """As where slots are held in a code. A short page's is that of the slot that it will be written to."""
@@ -179,7 +180,7 @@ def test_shadowkv_with_the_new_token_behind_the_slots():
     assert_same(run(made, batch, apart=True), batch, expected(lambda: shadow(5, 2, 4, 1, 1)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("columns", ["sum", "query", "union"])
 @pytest.mark.parametrize("heads", ["gqa", "mqa"])
 def test_infinigen_with_a_skew(heads, columns):
@@ -260,6 +261,7 @@ def test_where_all_is_always_read_nothing_is_chosen():
         assert (found.read[row, :, start:length].sum(axis=-1) == np.arange(start, length) + 1).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("selection", ["optimal", "quest", "lserve", "retrieval", "tokenselect", "infinigen"])
 def test_of_equal_slots_the_newer(selection):
     """Few different keys: probabilities, guesses and bounds of many slots and pages are equal."""
@@ -275,6 +277,7 @@ def test_of_equal_slots_the_newer(selection):
     assert_same(run(made, batch), batch, expected(make))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["quest", "lserve", "retrieval", "infinigen", "a2ats", "sparf"])
 def test_what_a_compressor_left(name):
     """The i-th survivor of a head is in page i // page, whatever its position; heads have lost different tokens."""
@@ -300,6 +303,7 @@ def test_a_query_that_is_like_the_one_before_chooses_nothing():
         assert (found.chosen[row, :, first:length] == last[:, None]).all() and (last.sum(axis=-1) == 3).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("heads", "recent", "block"), [("gqa", 3, 8), ("mqa", 0, None), ("mha", None, 8)])
 def test_masked(heads, recent, block):
     batch, budgets = texts(heads, seed=5), (9, 12, 10)
@@ -325,7 +329,7 @@ EVERY = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_row_alone_is_the_row_in_a_batch(name):
     batch, selection = texts("gqa", seed=6), EVERY[name]
@@ -365,7 +369,7 @@ def test_counts(name):
             np.testing.assert_array_equal(number, np.minimum(selection.most, candidates))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "selection",
     [
@@ -383,6 +387,7 @@ def test_full_width_reads_everything(selection):
         assert (found.read[row, :, start:length] == np.tril(np.ones((max(LENGTHS),) * 2, bool))[start:length]).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads", HEADS)
 def test_full_rank_restores_the_keys(heads):
     """rank = K · D, or as many as the prompt has tokens: only the choice is an error."""
@@ -397,6 +402,7 @@ def test_full_rank_restores_the_keys(heads):
                     np.testing.assert_allclose(found.output[row, head, :, at], dense, atol=3e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads", HEADS)
 def test_with_every_column_the_skew_changes_no_choice(heads):
     batch = texts(heads, seed=27)
@@ -597,6 +603,7 @@ def mistakes():
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mistake", mistakes())
 def test_mistakes_are_noticed(mistake):
     made, make = mistakes()[mistake]

@@ -55,7 +55,7 @@ def full(heads: str, layers: int = 2):
     return score(tiny(heads, layers=layers).model, policies.full())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize(  # `test_choices` has every selection in each layout, in one layer
     ("name", "heads"), list(zip(ALL, ("gqa", "mqa", "mha", "gqa", "mqa", "gqa"), strict=True))

@@ -121,7 +121,7 @@ def expected(name: str) -> list[replay.Row]:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_the_reference(name):
@@ -173,7 +173,7 @@ def test_limits_and_what_may_be_chosen(name):
     assert phased or run.layers.position.shape[-1] == limit + page
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in CASES if "pages" in name])
 def test_bounds_hold_after_pages_were_evicted(name):
     """The summary of each page is that of its live keys: of no key that is gone."""

@@ -214,6 +214,7 @@ def products_of_heads(jaxpr, times: int = 1) -> int:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [None, 256])
 @pytest.mark.parametrize(("over", "sub"), [("mean", None), ("max", None), ("mean", 8)])
 def test_flops_are_those_of_the_program(over, sub, block):

@@ -35,6 +35,7 @@ def attend(query, key, value, at, budget, *, selection, window):
     return selection.attend_text(lambda each: attention.attend_and_reduce(each, "xla"), problem, view)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("heads", "recent"), [("mha", None), ("gqa", 3), ("mqa", 0)])
 @pytest.mark.parametrize("kind", [Hindsight, Local])
 def test_every_row_and_head(kind, heads, recent):

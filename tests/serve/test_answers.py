@@ -52,6 +52,7 @@ def test_a_completion_begins_with_the_space_of_its_first_word(server, model):
     assert server.complete(ids("x"), max_tokens=2, prefix="anna")["text"] == " the end"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stop", "text", "tokens"),
     [

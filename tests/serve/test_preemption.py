@@ -33,6 +33,7 @@ def prompts() -> np.ndarray:
     return np.random.default_rng(3).integers(4, VOCAB, (3, PROMPT))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STATES)
 def test_a_row_in_another_place_is_equal_to_the_bit(name, monkeypatch):
     """Every array of a cache moves, and so do random keys; the other rows stay as they are."""

@@ -46,7 +46,7 @@ def program(name: str):
     return layout, shapes, lowered.compile().memory_analysis(), step
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:storage .*takes:UserWarning")
 @pytest.mark.parametrize("name", [*every.KINDS, "integer", "mxfp4"])  # bits that fill no byte, and scales of one
 def test_a_program_takes_what_the_layout_says(name):

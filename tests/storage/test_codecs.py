@@ -31,6 +31,7 @@ def bits_of(x: jax.Array) -> np.ndarray:
     return x.view(f"u{x.dtype.itemsize}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", range(6))
 def test_worked_examples(shared_data, case):
     cases = np.load(shared_data / "examples" / "storage_cases.npz")
@@ -48,7 +49,7 @@ INTEGERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("bits", "group", "dim", "dtype"),
     [(*case, DTYPES[i % 3]) for i, case in enumerate(INTEGERS)] + [(4, 16, 32, dtype) for dtype in DTYPES],
@@ -139,6 +140,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutations_are_noticed(monkeypatch, name):
     codec, attribute, mutant = MUTANTS[name]
@@ -153,7 +155,7 @@ def test_mutations_are_noticed(monkeypatch, name):
     compiled.cache_clear()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("codec", "dtype"),
     [(Integer(2), "bfloat16"), (Integer(8, 32), "float32"), (Fp8(), "float16"), (Fp8(0.013), "float32")],
@@ -243,6 +245,7 @@ def test_error_falls_with_bits():
     assert np.all(errors[1:] < errors[:-1] / 3) and errors[-1] < 1e-4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", [Integer(2), Fp8(), Exact()], ids=repr)
 def test_gradients_pass_straight_through(codec):
     x, weight = np.random.default_rng(6).normal(size=(2, 3, 8)).astype(np.float32)

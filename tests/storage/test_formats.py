@@ -59,7 +59,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("codec", "dim", "dtype"), CASES, ids=str)
 def test_is_the_reference(codec, dim, dtype):
     x = draw(codec, dtype, dim)
@@ -269,6 +269,7 @@ def test_turboquants_error_tends_to_the_normal_distributions():
     assert np.all(gaps[16] < 0.15) and np.all(gaps[128] < 0.04) and np.all(gaps[2048] < 0.012), gaps
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dim", [1, 8, 12, 128])
 def test_turning_is_orthogonal(dim):
     matrix = np.asarray(jax.jit(lambda x: turn(x, 3))(jnp.eye(dim))).T
@@ -295,6 +296,7 @@ def test_no_matrix_of_a_constant_is_repeated():
         assert len(constants) <= most, constants
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dim", "seed"), [(2, 0), (8, 3), (12, None), (80, 1), (128, 0)])
 def test_a_rotation_is_orthonormal(dim, seed):
     basis = Rotated(Integer(4), seed).basis
@@ -367,7 +369,7 @@ def _lower(table):
     return np.nextafter(np.float32(np.add(table[1:], table[:-1]) / 2), np.float32(-2)) - 0.05
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutations_are_noticed(monkeypatch, name):
     codec, module, attribute, mutant = MUTANTS[name]

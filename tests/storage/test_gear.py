@@ -109,6 +109,7 @@ def test_the_worked_case(shared_data):
         assert layout.bytes() == law.Gear(**own).bytes(int(length), int(length) + steps, dim)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(12, 5), (5, 12), (6, 6)])
 @pytest.mark.parametrize("rank", [1, 3, 5])
 def test_factors_are_as_good_as_the_best(shape, rank):

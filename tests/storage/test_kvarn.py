@@ -71,6 +71,7 @@ def test_a_step_is_one_on_what_was_stored(name, block):
     compare(*run(name, block), expected(name, block))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mistake", [{"iterations": 1}, {"swapped": True}, {"key_bits": 4}, {"block": 32}], ids=str)
 def test_mistakes_are_noticed(mistake):
     with pytest.raises(AssertionError) as caught:
@@ -85,6 +86,7 @@ def uneven(tokens: int, dim: int, seed: int) -> np.ndarray:
     return x.astype(np.float32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("by_channel", [True, False])
 @pytest.mark.parametrize(("bits", "dim", "dtype"), [(4, 16, "float32"), (2, 12, "bfloat16"), (3, 7, "float16")])
 def test_a_block_is_the_reference(by_channel, bits, dim, dtype):

@@ -208,6 +208,7 @@ def test_gradients_pass_straight_through():
 SPLIT = policies.split_heads(((True, False),) * 2, policies.full(), policies.window(6))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("build", "match"),
     [

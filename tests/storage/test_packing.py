@@ -36,6 +36,7 @@ def test_division_by_a_constant_rounds_once():
         np.testing.assert_array_equal(jax.jit(lambda x: divide(x, divisor))(x), x / np.float32(divisor))  # noqa: B023
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("bits", "dim"), [(bits, dim) for bits in range(1, 9) for dim in (7 + bits, 16)] + [(3, 1)])
 def test_packing_is_one_bit_stream(bits, dim):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 2, dim)).astype(np.int32)

@@ -75,6 +75,7 @@ def test_the_largest_numbers_of_float16_stay_finite(held):
     assert np.isfinite(np.asarray(output, np.float32)).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("sinks", "residual"), [(8, 0), (1, 7), (3, 6)])
 def test_sinks_and_the_newest_may_be_all_there_is(sinks, residual):
     """Then nothing is coded, and a step is one on exact slots."""

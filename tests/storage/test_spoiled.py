@@ -91,7 +91,7 @@ def test_every_storage_is_here():
     assert set(every.HELD) == set(STORAGES)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", every.KINDS)
 def test_what_an_evicted_slot_holds_does_not_matter(name):
     made, held = every.prepare(name), every.HELD[name]

@@ -89,7 +89,7 @@ def test_a_users_own_codec():
     assert jax.tree.map(jnp.shape, held) == jax.tree.map(jnp.shape, store.empty(own, (2, 3, 5), 12, jnp.bfloat16))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, "bfloat16") for name in STORAGES] + [("dense", "float32"), ("int4", "float32")]
 )

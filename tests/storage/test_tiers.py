@@ -157,7 +157,7 @@ def test_a_step_is_one_on_what_was_stored(case):
     compare(*case.run(), case.expected(), HELD[case.held])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("number", "mistake"),
     [

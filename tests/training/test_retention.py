@@ -105,6 +105,7 @@ def border(score, retention, t):
     return found, gated
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "retention",
     [Retention(8, recent=3, sinks=2), Retention(7, recent=2, every=4), Retention(12, recent=4, threshold=0.0),

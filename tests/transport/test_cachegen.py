@@ -123,7 +123,7 @@ def context_of(name, layers=2):
     return contexts.prefill(tiny(layers=layers).model, rows, SPECS[name])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("options", [{}, {"level": 1, "delta": False, "chunk": 7}], ids=["differences", "chunks of 7"])
 def test_a_message_is_the_context_but_for_what_codes_round(name, options):

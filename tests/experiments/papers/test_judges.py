@@ -122,7 +122,7 @@ def settings(tmp_path_factory):
     return Settings(ModelConfig(path="kvjax-tiny"), folder, 0, FAST)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(registry()))
 def test_judges_whatever_was_measured(name, settings):
     entry = registry()[name]
