@@ -19,6 +19,7 @@ from experiments.leaderboards.page import interval
 from experiments.progress import counted
 from experiments.runs import data, identity, machine
 from kvjax import contexts, policies, reuse
+from kvjax.cache import Limits
 from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.state import Layer
 from kvjax.contexts.choices import score_prefilled
@@ -149,7 +150,10 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
     )
     text, _, about = data.load(settings, model, seed=0)
     passages, elsewhere = text[: values.rows], np.concatenate(text[values.rows :])
-    room = values.tokens + max(counts) * values.span + values.scored + 1
+    longest = values.tokens + max(counts) * values.span
+    room = longest + values.scored + 1
+    # Of passages of all lengths, so that programs are compiled once.
+    limits = Limits(prompt=longest, new_tokens=room - values.tokens + max(counts) * values.span)
     if room > model.config.max_positions:
         raise ConfigError(f"a row may have {model.config.max_positions} tokens; lower --tokens, --edits or --scored.")
     rows: dict[tuple[str, int], Row] = {}
@@ -162,7 +166,7 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
         row.nats.append(-float(np.mean(scored.logprobs)))
 
     def read(tokens: np.ndarray) -> Context:
-        return contexts.prefill(model, tokens, policies.full(), room=room)
+        return contexts.prefill(model, tokens, policies.full(), room=room, limits=limits)
 
     with counted(len(passages), done=0, unit="passage", name="edits", show=None) as advance:
         for number, whole in enumerate(passages):

@@ -319,7 +319,7 @@ class Decoder(nn.Module):
         """Computes the logits of every token.
 
         Args:
-          tokens: [B, n] int32.
+          tokens: [B, n] int32; or [B, n, embed], what takes the place of the embeddings of tokens.
           kv: the cache so far; None if the tokens are the whole prompt.
           block: positions and budgets; None if every token is real.
           phase: the groups of each layer, from a `kvjax.cache.CacheLayout`; None if the tokens are the whole prompt and
@@ -360,7 +360,7 @@ class Decoder(nn.Module):
         config = self.config
         phase = keep_everything(config.num_layers) if phase is None else phase
         if block is None:
-            batch, n = tokens.shape
+            batch, n = tokens.shape[:2]
             # [B, n]
             position = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n))
             # [B]
@@ -439,9 +439,9 @@ class Decoder(nn.Module):
         )  # fmt: skip
 
     def enter(self, tokens: Array, block: Block) -> Array:
-        """Embeds tokens [B, n] int32: what enters the first layer, [B, n, hidden]."""
+        """Embeds tokens [B, n] int32, unless they are embeddings [B, n, embed]: what enters the first layer."""
         # [B, n, embed]
-        x = self.embed(tokens)
+        x = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else self.embed(tokens)
         if x.shape[1] > 1:
             # What stands in padding may overflow, and 0 times infinity would be NaN in the row's own tokens. It is not
             # replaced by 0, where a norm has no gradient.

@@ -10,8 +10,12 @@ Fast KVzip; `Replayer` computes its targets), `AnswerAttention` (Locret), and fo
 of trained gates, which `kvjax.policies.learned` takes. `train_gate` trains a gate on tokens, and ``python -m
 experiments.train_gate`` on text files. `fit_gate` fits a linear gate to the scores of a replay in closed form.
 `train_merge` trains the parameters of a merge (`kvjax.policies.lococo`).
+
+`train_predictor` trains KV prediction (`kvjax.reuse.predict`), and `train_coprocessor` cache augmentation
+(`kvjax.reuse.augment`); ``python -m experiments.train_reuse`` does so on text files.
 """
 
+from kvjax.training.augmentation import TrainedCoprocessor, nats_ahead, train_coprocessor
 from kvjax.training.gated_attention import GatedAttention
 from kvjax.training.least_squares import FittedGate, fit_gate
 from kvjax.training.merges import train_merge
@@ -22,6 +26,7 @@ from kvjax.training.objectives import (
     NextToken,
     ReplayedScore,
 )
+from kvjax.training.prediction import PredictionLosses, TrainedPredictor, prediction_losses, train_predictor
 from kvjax.training.replayed import Replayer
 from kvjax.training.retention import (
     Retention,
@@ -37,7 +42,8 @@ from kvjax.training.train import TrainedGate, train_gate
 
 __all__ = [
     "Admission", "AnswerAttention", "DelayedEviction", "Distillation", "Examples", "FittedGate", "GatedAttention",
-    "NextToken", "Objective", "Progress", "PromptEviction", "ReplayedScore", "Replayer", "Retention", "Setup",
-    "TrainedGate", "calibration_of", "decayed_weights", "fit_gate", "gated_weights", "masked_weights", "soft_gates",
-    "train_gate", "train_merge", "visible",
+    "NextToken", "Objective", "PredictionLosses", "Progress", "PromptEviction", "ReplayedScore", "Replayer",
+    "Retention", "Setup", "TrainedCoprocessor", "TrainedGate", "TrainedPredictor", "calibration_of", "decayed_weights",
+    "fit_gate", "gated_weights", "masked_weights", "nats_ahead", "prediction_losses", "soft_gates", "train_coprocessor",
+    "train_gate", "train_merge", "train_predictor", "visible",
 ]  # fmt: skip

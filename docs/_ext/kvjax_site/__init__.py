@@ -26,6 +26,7 @@ MEASURED = {
     "experiments/measured/papers/README.md": "papers",
     "experiments/measured/papers-smollm2/README.md": "papers-smollm2",
     "experiments/measured/leaderboard/leaderboard.md": "leaderboard",
+    "experiments/measured/leaderboard/policies_tiny.md": "policies_tiny",
     "kvjax/pretrained/kvjax-tiny/README.md": "kvjax-tiny",
     "kvjax/pretrained/kvjax-tiny-gate/README.md": "kvjax-tiny-gate",
 }
@@ -52,9 +53,12 @@ def generated(site: Site, drawn: Mapping[str, Sequence[str]]) -> dict[str, str]:
       site: where files are.
       drawn: name of a policy or a selection -> its pictures, relative to the folder of its page.
     """
-    from kvjax_site import combine_page, entries, notebooks, pages, reference  # which import kvjax, and so jax
+    from kvjax_site import combine_page, entries, notebooks, pages, reference, systems  # which import kvjax, and so jax
 
-    found: dict[str, str] = {"combinations.inc": combine_page.combinations(), "reference.inc": reference.index()}
+    found: dict[str, str] = {
+        "combinations.inc": combine_page.combinations(), "reference.inc": reference.index(),
+        "systems.inc": systems.systems(),
+    }  # fmt: skip
     axes = (entries.policy_entries(), entries.storage_entries(), entries.selection_entries())
     for own in axes:
         found[f"{own[0].axis}/index.md"] = pages.overview(own[0].axis, own)
