@@ -195,7 +195,7 @@ def reason_for_steps(phase: Phase, *, turns: bool = False) -> str | None:
 
     Args:
       phase: the groups of heads of each layer.
-      turns: whether they are a turn, for which some selections choose as a whole.
+      turns: whether they are a further turn: selections with `by_turn` then choose for the block.
     """
     for group in (each for layer in phase for each in layer):
         if reason := appended_one_by_one(group.policy):

@@ -127,7 +127,7 @@ class _Row:
     held: int = 0
     made: int = 0
 
-    def lies(self) -> Placement:
+    def placement(self) -> Placement:
         """Returns where the slots so far lie."""
         found, rest = [], self.held
         for instance, most in self.promised:
@@ -136,9 +136,9 @@ class _Row:
                 rest -= found[-1][1]
         return tuple(found)
 
-    def away(self) -> Placement:
+    def remote_placement(self) -> Placement:
         """Returns where those of them lie that are not at home."""
-        return tuple((instance, own) for instance, own in self.lies() if instance != self.home)
+        return tuple((instance, own) for instance, own in self.placement() if instance != self.home)
 
 
 @dataclasses.dataclass
@@ -159,7 +159,7 @@ class _Load:
     def of(cls, rows: Sequence[Sequence[_Row]]) -> "_Load":
         held, decoding, for_others = ([0] * len(rows) for _ in range(3))
         for row in (row for own in rows for row in own):
-            for instance, slots in row.lies():
+            for instance, slots in row.placement():
                 held[instance] += slots
                 decoding[instance] += slots if row.made else 0
                 for_others[instance] += slots if instance != row.home else 0
@@ -298,7 +298,7 @@ def simulate_pool(
         if observe is not None:
             running = [row for own in rows for row in own]
             observe(Snapshot(
-                now, {row.number: row.lies() for row in running}, {row.number: row.promised for row in running}
+                now, {row.number: row.placement() for row in running}, {row.number: row.promised for row in running}
             ))  # fmt: skip
     seconds = clock - first
     return PoolUse(
@@ -329,7 +329,7 @@ def _step(model: ServedModel, device: Device, rows: Sequence[_Row], load: _Load,
     flops, slots_moved, parts_moved = float(pair * load.decoding[home]), 0, 0
     remote: dict[int, int] = {}  # instance -> slots of rows that decode here
     for row in rows:
-        away = row.away()
+        away = row.remote_placement()
         if not row.made:
             flops += model.prefill_flops(row.request.prompt, statistics=budget is not None)
             slots_moved += slot * sum(own for _, own in away)
@@ -340,7 +340,7 @@ def _step(model: ServedModel, device: Device, rows: Sequence[_Row], load: _Load,
             remote[instance] = remote.get(instance, 0) + own
             parts_moved += model.layers * (parts.out + parts.back + parts.victim * evicts)
         # The newest slot is the last one, unless it replaces another one.
-        slots_moved += slot if away and (evicts or row.lies()[-1][0] != home) else 0
+        slots_moved += slot if away and (evicts or row.placement()[-1][0] != home) else 0
     computing = max(flops / device.flops, (model.weight_bytes + slot * load.held[home]) / device.bandwidth)
     others = max(
         (max(pair * own / device.flops, slot * own / device.bandwidth) for own in remote.values()), default=0.0

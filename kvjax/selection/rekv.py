@@ -66,7 +66,7 @@ class ReKV(MeanKeys):
     watches = True
     shared_by_heads = True
     over_devices = False
-    per_head = frozenset({"asked"})
+    per_head = frozenset({"last_queries"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,8 +105,8 @@ class ReKV(MeanKeys):
         return super().refuses(policy, storage, positions=positions)
 
     def start(self, shape: tuple[int, int], dim: int) -> Index:
-        asked = (*shape, self.question or 1, self.queries * dim)
-        return {"asked": jnp.zeros(asked, jnp.float32), "number": jnp.zeros(shape, jnp.int32)}
+        size = (*shape, self.question or 1, self.queries * dim)
+        return {"last_queries": jnp.zeros(size, jnp.float32), "number": jnp.zeros(shape, jnp.int32)}
 
     def watch(self, sums: Index, query: Array, key: Array, real: Array, skew: Array | None) -> Index:
         # [B, K, n, G * D]: all query heads of a KV head side by side
@@ -116,12 +116,12 @@ class ReKV(MeanKeys):
         count = jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
         number = sums["number"] + count
         if self.question is None:
-            return {"asked": sums["asked"] + jnp.sum(own, axis=2, keepdims=True), "number": number}
+            return {"last_queries": sums["last_queries"] + jnp.sum(own, axis=2, keepdims=True), "number": number}
         # [B, K, m + n, G * D], of which the last m before padding are kept
-        every = jnp.concatenate([sums["asked"], own], axis=2)
+        every = jnp.concatenate([sums["last_queries"], own], axis=2)
         last = (count + jnp.arange(self.question, dtype=jnp.int32))[:, None, :, None]
-        kept = jnp.take_along_axis(every, jnp.broadcast_to(last, sums["asked"].shape), axis=2)
-        return {"asked": kept, "number": jnp.minimum(number, self.question)}
+        kept = jnp.take_along_axis(every, jnp.broadcast_to(last, sums["last_queries"].shape), axis=2)
+        return {"last_queries": kept, "number": jnp.minimum(number, self.question)}
 
     def init(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
         pages = (*shape[:2], -(-shape[2] // self.page))
@@ -132,23 +132,23 @@ class ReKV(MeanKeys):
         batch, kv_heads, _, dim = held.key.shape
         # [B, K, G, D]
         number = jnp.maximum(sums["number"], 1).astype(jnp.float32)
-        asked = jnp.sum(sums["asked"], axis=2) / number[..., None]
+        mean_query = jnp.sum(sums["last_queries"], axis=2) / number[..., None]
         # [B, K]: the number of pages before the one that has the newest token
         newest = (jnp.sum(held.position >= 0, axis=2, dtype=jnp.int32) - 1) // self.page
-        return index | {"stands": self.best_pages(index, asked.reshape(batch, kv_heads, -1, dim), newest, newest)}
+        return index | {"stands": self.best_pages(index, mean_query.reshape(batch, kv_heads, -1, dim), newest, newest)}
 
-    def best_pages(self, index: Index, asked: Array, before: Array, newest: Array) -> Array:
+    def best_pages(self, index: Index, mean_query: Array, before: Array, newest: Array) -> Array:
         """Marks the pages that a question chooses, [B, K, U] bool.
 
         Args:
           index: has the sums of pages.
-          asked: [B, K, G, D] float32, the mean query of the question, before rotation.
+          mean_query: [B, K, G, D] float32, the mean query of the question, before rotation.
           before: [B, K] int32, the number of pages that are candidates if they are not always read.
           newest: [B, K] int32, the page of the newest token.
         """
         mean = index["sum"] / jnp.maximum(index["live"], 1.0)[..., None]
         # [B, K, U], and [B, 1, U] of all heads
-        product = jnp.mean(jnp.einsum("bkgd,bkud->bkgu", asked, mean, precision=HIGHEST), axis=2)
+        product = jnp.mean(jnp.einsum("bkgd,bkud->bkgu", mean_query, mean, precision=HIGHEST), axis=2)
         worth = jnp.broadcast_to(slot_reductions.mean_over_heads(product), product.shape)
         # [U]
         page = jnp.arange(product.shape[2], dtype=jnp.int32)
@@ -171,9 +171,9 @@ class ReKV(MeanKeys):
         made = index | {"sum": index["sum"] + added, "live": index["live"] + jnp.sum(member, axis=2)}
         # [B, K, G, D]
         among = real[:, None, None, :, None]
-        asked = jnp.sum(jnp.where(among, query.astype(jnp.float32), 0.0), axis=3)
-        asked = asked / jnp.maximum(count, 1).astype(jnp.float32)[..., None, None]
-        stands = self.best_pages(made, asked, first // self.page, view.slot // self.page)
+        mean_query = jnp.sum(jnp.where(among, query.astype(jnp.float32), 0.0), axis=3)
+        mean_query = mean_query / jnp.maximum(count, 1).astype(jnp.float32)[..., None, None]
+        stands = self.best_pages(made, mean_query, first // self.page, view.slot // self.page)
         return made | {"stands": jnp.where(view.active, stands, index["stands"])}
 
     def choose_units(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:

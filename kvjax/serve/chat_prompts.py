@@ -36,8 +36,7 @@ def chat_prompt(body: JsonObject, served: ServerInfo, before: Context | None) ->
             check_size("".join(message["content"] for message in messages), served, before, "messages")
             return ChatTokens(next_turn(served.model, text_of(before), messages))
         if given_documents(body) is not None:
-            check_size("".join(message["content"] for message in messages), served, None, "messages")
-            return with_documents(messages, tokenizer)
+            return with_documents(messages, tokenizer, lambda text: check_size(text, served, None, "messages"))
         text = tokenizer.apply_chat_template(messages)
         check_size(text, served, None, "messages")
         return ChatTokens(tokenizer.encode(text, bos=False))

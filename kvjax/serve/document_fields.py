@@ -1,7 +1,7 @@
 """The fields of a body that say what documents come before its prompt, and where in a chat they are."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.checkpoint.encoding import Tokenizer
@@ -19,11 +19,11 @@ class ChatTokens(NamedTuple):
 
     Attributes:
       tokens: token ids of the prompt; of a chat with documents, those that follow the last one.
-      begin: those before the first document; none without documents.
+      beginning: those before the first document; none without documents.
     """
 
     tokens: list[int]
-    begin: Sequence[int] = ()
+    beginning: Sequence[int] = ()
 
 
 class GivenDocuments(NamedTuple):
@@ -41,14 +41,18 @@ class GivenDocuments(NamedTuple):
 def given_documents(body: JsonObject) -> GivenDocuments | None:
     """Returns the documents of a body; None if it has none.
 
+    Args:
+      body: from `kvjax.serve.protocol.parse`.
+
     Raises:
       ApiError: they are not valid.
     """
-    documents, ratio = body.get("documents"), body.get("recompute_ratio", RATIO)
+    documents, ratio = body.get("documents"), body.get("recompute_ratio")
+    asked, ratio = ratio is not None, RATIO if ratio is None else ratio
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
         raise ApiError(400, f"recompute_ratio must be a number from 0 to 1; got {ratio!r}.", param="recompute_ratio")
     if documents is None or documents == []:
-        if "recompute_ratio" in body:
+        if asked:
             raise ApiError(400, "recompute_ratio is of documents, and there are none.", param="recompute_ratio")
         return None
     if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:
@@ -72,6 +76,10 @@ def _document(given: Any, number: int) -> str | list[int]:
 def document_tokens(documents: GivenDocuments, tokenizer: Tokenizer | None) -> list[list[int]]:
     """Returns the token ids of each document, which is encoded by itself.
 
+    Args:
+      documents: from `given_documents`.
+      tokenizer: that of the model; None if it has none.
+
     Raises:
       ApiError: a text cannot be encoded.
     """
@@ -90,10 +98,15 @@ def document_tokens(documents: GivenDocuments, tokenizer: Tokenizer | None) -> l
     return made
 
 
-def with_documents(messages: list[JsonObject], tokenizer: Tokenizer) -> ChatTokens:
+def with_documents(messages: list[JsonObject], tokenizer: Tokenizer, check: Callable[[str], None]) -> ChatTokens:
     """Returns a chat whose first message of a user begins with documents.
 
     The chat template writes the messages with a mark where the documents are.
+
+    Args:
+      messages: of the chat, whose contents are texts.
+      tokenizer: has the template.
+      check: refuses a text that is too long to be tokenized.
 
     Raises:
       ApiError: no message is of a user, or the template does not write its beginning as it is.
@@ -105,6 +118,7 @@ def with_documents(messages: list[JsonObject], tokenizer: Tokenizer) -> ChatToke
     mark = secrets.token_hex(16)
     marked = messages[first] | {"content": mark + messages[first]["content"]}
     text = tokenizer.apply_chat_template([*messages[:first], marked, *messages[first + 1 :]])
+    check(text)
     before, found, after = text.partition(mark)
     if not found or mark in after:
         raise ApiError(

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvjax.cache.groups import Phase
 from kvjax.cache.layer_stack import arranged_state
+from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.cache.state import KVState
 from kvjax.contexts.feed import resized_state
 from kvjax.contexts.state_trie import Key, StateTrie, StoreCounts
@@ -32,7 +33,7 @@ from kvjax.summary import one_line
 DOCUMENT_BYTES = 10**9  # of the caches of documents, unless the caller says otherwise
 RATIO = 0.15  # see `kvjax.reuse.blend`
 CHECK = 1  # see there
-BEGIN, CHUNK = "begin", "chunk"  # kinds of caches in the trie
+BEGINNING, CHUNK = "beginning", "chunk"  # kinds of caches in the trie
 
 Tokens = Sequence[int] | np.ndarray
 
@@ -43,13 +44,13 @@ class Documents:
 
     Attributes:
       chunks: the token ids of each document, [n] int; one after the other.
-      begin: [n] int, the tokens before all of them, such as a begin-of-text token, possibly none. Every document is
+      beginning: [n] int, the tokens before all of them, such as a begin-of-text token, possibly none. Every document is
         computed behind these, so that other ones need other caches.
       ratio: the share of the documents' tokens that are recomputed; see `kvjax.reuse.blend`.
     """
 
     chunks: Sequence[Tokens]
-    begin: Tokens = ()
+    beginning: Tokens = ()
     ratio: float = RATIO
 
     def __repr__(self) -> str:
@@ -58,7 +59,7 @@ class Documents:
     @property
     def tokens(self) -> np.ndarray:
         """The tokens before those of the request, [n] int32."""
-        return np.concatenate([np.asarray(each, np.int32).reshape(-1) for each in (self.begin, *self.chunks)])
+        return np.concatenate([np.asarray(each, np.int32).reshape(-1) for each in (self.beginning, *self.chunks)])
 
 
 def checked_documents(config: DecoderConfig, documents: Documents) -> Documents:
@@ -78,12 +79,15 @@ def checked_documents(config: DecoderConfig, documents: Documents) -> Documents:
         raise InputError("documents must have a list of at least one chunk of token ids.")
     check_model(config)
     chunks = [checked_tokens(config, "a document", each) for each in documents.chunks]
-    begin = checked_tokens(config, "begin", documents.begin) if len(documents.begin) else np.zeros(0, np.int32)
-    return Documents(chunks, begin, float(ratio))
+    empty = isinstance(documents.beginning, Sequence | np.ndarray) and not len(documents.beginning)
+    beginning = np.zeros(0, np.int32) if empty else checked_tokens(config, "beginning", documents.beginning)
+    return Documents(chunks, beginning, float(ratio))
 
 
 class DocumentCaches:
     """The caches of documents, of at most `max_bytes` bytes; see `kvjax.contexts.state_trie.StateTrie`.
+
+    A prompt that is being run holds those of its own documents besides.
 
     Attributes:
       max_bytes: the most bytes of keys and values; 0 = there are no documents.
@@ -133,9 +137,15 @@ class DocumentCaches:
         """
         return DocumentPrompt(self._prompts, self, prompt, documents, namespace)
 
-    def find(self, namespace: Hashable, begin: np.ndarray, chunk: np.ndarray | None) -> ChunkCache | None:
-        """Returns the cache of a document, or for None of the tokens before all; None if it is not there."""
-        key, tokens = self._key(namespace, begin, chunk)
+    def find(self, namespace: Hashable, beginning: np.ndarray, chunk: np.ndarray | None) -> ChunkCache | None:
+        """Returns a cache, or None if it is not there.
+
+        Args:
+          namespace: whose cache it is.
+          beginning: [n] int32, the tokens before all documents.
+          chunk: [m] int32, the document; None = the cache of `beginning`.
+        """
+        key, tokens = self._key(namespace, beginning, chunk)
         state = next((each for each in self._trie.along(key, tokens) if len(each.tokens) == len(tokens)), None)
         if state is None:
             self._trie.miss(namespace)
@@ -144,26 +154,26 @@ class DocumentCaches:
         found: ChunkCache = state.value
         return found
 
-    def add(self, namespace: Hashable, begin: np.ndarray, chunk: np.ndarray | None, cache: ChunkCache) -> None:
-        """Keeps a cache, without that of the tokens before it, which is kept by itself."""
-        key, tokens = self._key(namespace, begin, chunk)
+    def add(self, namespace: Hashable, beginning: np.ndarray, chunk: np.ndarray | None, cache: ChunkCache) -> None:
+        """Keeps a cache, without that of the tokens before it, which is kept by itself; for arguments see `find`."""
+        key, tokens = self._key(namespace, beginning, chunk)
         self._trie.add(key, tokens, dataclasses.replace(cache, prefix=None), cache.nbytes)
 
     def clear(self) -> None:
         """Forgets all caches."""
         self._trie.clear()
 
-    def _key(self, namespace: Hashable, begin: np.ndarray, chunk: np.ndarray | None) -> tuple[Key, np.ndarray]:
+    def _key(self, namespace: Hashable, beginning: np.ndarray, chunk: np.ndarray | None) -> tuple[Key, np.ndarray]:
         if chunk is None:
-            return Key(namespace, BEGIN), begin
-        return Key(namespace, (CHUNK, begin.tobytes())), chunk
+            return Key(namespace, BEGINNING), beginning
+        return Key(namespace, (CHUNK, beginning.tobytes())), chunk
 
 
 class DocumentPrompt:
     """A prompt with documents, which is run part by part: each cache that is missing, and then all together.
 
     Attributes:
-      step: the number of tokens that the last part has run.
+      step: the number of tokens that the last part has run, padding and those that it has looked at included.
       found: the number of the documents' tokens whose caches were there.
     """
 
@@ -173,23 +183,23 @@ class DocumentPrompt:
         """See `DocumentCaches.begin`."""
         self._prompts, self._caches, self._prompt = prompts, caches, prompt
         self._namespace, self._ratio = namespace, documents.ratio
-        self._begin, self._chunks = np.asarray(documents.begin), [np.asarray(each) for each in documents.chunks]
+        self._beginning, self._chunks = np.asarray(documents.beginning), [np.asarray(each) for each in documents.chunks]
         self._prefix: ChunkCache | None = None
         self._held: dict[bytes, ChunkCache] = {}
         self.step = self.found = 0
-        if len(self._begin):
-            self._prefix = caches.find(namespace, self._begin, None)
+        if len(self._beginning):
+            self._prefix = caches.find(namespace, self._beginning, None)
         for chunk in self._chunks:
             if chunk.tobytes() in self._held:
                 continue
-            if (cache := caches.find(namespace, self._begin, chunk)) is not None:
+            if (cache := caches.find(namespace, self._beginning, chunk)) is not None:
                 self._held[chunk.tobytes()] = cache
                 self.found += len(chunk)
 
     def advance(self) -> Started | None:
         """Runs the next part; returns the prompt's state after the last one."""
-        if len(self._begin) and self._prefix is None:
-            self._prefix = self._computed(self._begin, None)
+        if len(self._beginning) and self._prefix is None:
+            self._prefix = self._computed(self._beginning, None)
             return None
         missing = next((each for each in self._chunks if each.tobytes() not in self._held), None)
         if missing is not None:
@@ -199,21 +209,22 @@ class DocumentPrompt:
 
     def _computed(self, tokens: np.ndarray, chunk: np.ndarray | None) -> ChunkCache:
         made = compute(self._prompts.model, tokens, None if chunk is None else self._prefix)
-        self._caches.add(self._namespace, self._begin, chunk, made)
-        self.step = len(tokens)
+        self._caches.add(self._namespace, self._beginning, chunk, made)
+        before = 0 if made.prefix is None else len(made.prefix)
+        self.step = prompt_bucket(before + len(tokens))
         return made
 
     def _blend(self) -> Started:
         prompts, tokens = self._prompts, self._prompt.tokens
         chunks = [dataclasses.replace(self._held[each.tobytes()], prefix=self._prefix) for each in self._chunks]
-        length = len(self._begin) + sum(map(len, chunks))
+        length = len(self._beginning) + sum(map(len, chunks))
         # The last token is not fed, as in `Prompts`, whose arrays these are then but for special cases.
         limits = dataclasses.replace(prompts.limits, new_tokens=max(1, prompts.limits.new_tokens - 1))
         made = blend(
             prompts.model, chunks, tokens[length:], prompts.spec, ratio=self._ratio, check=CHECK,
             room=self._prompt.total, options=CacheOptions(limits=limits, implementation=prompts.implementation),
         )  # fmt: skip
-        self.step = int(made.active[CHECK].sum()) + len(tokens) - length
+        self.step = prompt_bucket(len(tokens))
         context = made.context
         state = _in_rows(context.state, before=context.layout.decode, after=prompts.layout.decode)
         return Started(context.logits, state)

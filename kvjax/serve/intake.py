@@ -81,6 +81,7 @@ class Intake:
     Attributes:
       prompt_tokens: the number of tokens of prompts that have been run, or found.
       found_tokens: the number of those that were found.
+      failed: requests whose documents have raised an error, which `Runner` takes.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Intake:
           turn_tokens: the number of tokens of prompts, padding included, after which running rows go on.
         """
         self.prompt_tokens = self.found_tokens = 0
+        self.failed: list[tuple[Job, Exception]] = []
         self._states, self._documents = states, documents
         self._prompts, self._look, self._turn_tokens = prompts, look, turn_tokens
         self._waiting: collections.deque[Job] = collections.deque()
@@ -190,7 +192,15 @@ class Intake:
             first = waiting, self._begin(waiting, waiting.prompt)
             self._begun.append(first)
         job, blocks = first
-        if (started := blocks.advance()) is not None:
+        try:
+            started = blocks.advance()
+        except Exception as error:  # such as too little memory for caches: of this request, and the others go on
+            if job.request.documents is None:
+                raise
+            self._begun.remove(first)
+            self.failed.append((job, error))
+            return 1
+        if started is not None:
             self._begun.remove(first)
             self._are_run([job], started)
         return blocks.step

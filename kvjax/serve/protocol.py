@@ -146,12 +146,12 @@ def read(
     kept = conversation is not None
     prefix = _prefix(body, served) if conversation is None else conversation.context
     given = given_documents(body)
-    if given is not None and prefix is not None:
+    if given is not None and (prefix is not None or kept):
         name = "prefix" if conversation is None else "conversation"
         raise ApiError(400, f"documents cannot follow a {name}.", param="documents", code="unsupported_parameter")
     prompts = _prompts(body, served, prefix, bos=given is None) if chat is None else [chat.tokens]
     documents = None if given is None else _documents(given, body, served, chat)
-    document_length = 0 if documents is None else len(documents.begin) + sum(map(len, documents.chunks))
+    document_length = 0 if documents is None else len(documents.beginning) + sum(map(len, documents.chunks))
     for prompt in prompts:
         _check_length(prompt, document_length, served, prefix, "prompt" if chat is None else "messages", kept=kept)
     stops, ids = _stops(body, served.model)
@@ -209,11 +209,13 @@ def _documents(given: GivenDocuments, body: JsonObject, served: ServerInfo, chat
         check_size("".join(each for each in given.texts if isinstance(each, str)), served, None, "documents")
     chunks = document_tokens(given, tokenizer)
     if chat is not None:
-        return Documents(chunks, chat.begin, given.ratio)
-    # `_prompts` has checked it: a text, texts, or token ids.
-    is_text = isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(prompt[0], str))
-    begin = tokenizer.encode("") if is_text and tokenizer is not None else []
-    return Documents(chunks, begin, given.ratio)
+        return Documents(chunks, chat.beginning, given.ratio)
+    # `_prompts` has checked it: a text, token ids, or a list of either.
+    texts = {isinstance(each, str) for each in (prompt if isinstance(prompt, list) else [prompt])}
+    if len(texts) > 1:
+        raise ApiError(400, "with documents, prompts must be all texts or all token ids.", param="prompt")
+    beginning = tokenizer.encode("") if True in texts and tokenizer is not None else []
+    return Documents(chunks, beginning, given.ratio)
 
 
 def _prompts(body: JsonObject, served: ServerInfo, prefix: Context | None, *, bos: bool) -> list[list[int]]:
@@ -275,8 +277,8 @@ def _check_length(
     maximum = _max_prompt(served, prefix, kept=kept)
     if len(prompt) + documents > maximum:
         raise ApiError(
-            400, f"the prompt has {len(prompt) + documents} tokens, and at most {maximum} are accepted.", param=param,
-            code="context_length_exceeded",
+            400, f"the prompt has {len(prompt) + documents} tokens, and at most {maximum} are accepted.",
+            param="documents" if documents > maximum else param, code="context_length_exceeded",
         )  # fmt: skip
     if not prompt and prefix is None:
         raise ApiError(400, "the prompt has no token.", param=param)

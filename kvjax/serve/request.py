@@ -83,7 +83,8 @@ class Result:
         ``cancelled``: it was cancelled, and has the tokens that it had then; ``error``: the log-probability of the next
         token was not finite, or its context could not be kept.
       prompt: the number of its prompt's tokens, those of its prefix included.
-      found: the number of those that were found in the runner's prefix store.
+      found: the number of those that were found in the runner's prefix store; of a request with documents, those of
+        the documents whose caches were found.
       error: what ended it, if `reason` is ``error``; otherwise None.
       context: what `kvjax.contexts.decode` returns as such: the context after its last token, if `Request.keep_context`
         asks for it. None of a request that was cancelled, or ended by an error or by `Request.until`.

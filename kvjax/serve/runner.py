@@ -411,6 +411,10 @@ class Runner:
         for job in self._cancelled:
             found.append(self._end(job, "cancelled", np.zeros(0, np.int32), np.zeros(0, np.float32)))
         self._cancelled.clear()
+        for job, error in self._intake.failed:
+            if not job.ended:
+                found.append(self._end(job, "error", np.zeros(0, np.int32), np.zeros(0, np.float32), error))
+        self._intake.failed.clear()
         return found
 
     def _progress(
@@ -460,12 +464,14 @@ class Runner:
         job.count += len(tokens)
         self.counts.tokens += len(tokens)
 
-    def _end(self, job: Job, reason: Reason, tokens: np.ndarray, logprobs: np.ndarray) -> Progress:
+    def _end(
+        self, job: Job, reason: Reason, tokens: np.ndarray, logprobs: np.ndarray, error: Exception | None = None
+    ) -> Progress:
+        """Ends a job; without another error, one that ends with ``error`` has a log-probability that is not finite."""
         job.ended = True
         del self._alive[job.id]
         self.counts.requests += 1
-        error = None
-        if reason == "error":
+        if reason == "error" and error is None:
             self.counts.not_finite += 1
             error = NonFiniteError(
                 f"the log-probability of a token is not finite, after {job.count} new tokens of this request. {WHY}"

@@ -16,7 +16,7 @@ from kvjax.serve import Documents, Request, Runner
 from kvjax.serve.documents import checked_documents
 from tests.tiny import random_tokens, tiny
 
-LIMITS = Limits(prompt=64, new_tokens=16)
+LIMITS = Limits(prompt=256, new_tokens=16)  # more than a block of a question
 TEXT = random_tokens(1, 64, seed=3)[0]
 BEGIN, FIRST, SECOND, QUESTION = TEXT[:2], TEXT[2:20], TEXT[20:41], TEXT[41:49]
 
@@ -131,7 +131,7 @@ def test_a_document_is_computed_once(model, monkeypatch):
 
 def test_other_rows_go_on_between_documents(model):
     """At the most one part of a prompt with documents is run before the rows go on."""
-    made = runner(model, turn_tokens=1, chunk=1)
+    made = runner(model, turn_tokens=40, chunk=1)  # one part and its padding
     made.submit(Request(tokens=TEXT[:20], max_new_tokens=8))
     made.step()
     made.submit(Request(tokens=QUESTION, max_new_tokens=1, documents=Documents([FIRST, SECOND], BEGIN)))
@@ -139,6 +139,28 @@ def test_other_rows_go_on_between_documents(model):
     while not any(each.id == 1 and each.tokens.size for each in made.step()):
         steps += 1
     assert 3 <= steps <= 8
+
+
+def test_an_error_is_of_one_request(model, monkeypatch):
+    """Such as too little memory for a cache. So is a request that is cancelled between two documents."""
+    from kvjax.serve import documents
+
+    made = runner(model, turn_tokens=40, chunk=1)
+    made.submit(Request(tokens=TEXT[:20], max_new_tokens=8))
+    made.step()
+    asked = Request(tokens=QUESTION, max_new_tokens=2, documents=Documents([FIRST, SECOND], BEGIN))
+    cancelled = made.submit(asked)
+    made.step()
+    assert made.cancel(cancelled)
+
+    def compute(model, tokens, prefix=None):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(documents, "compute", compute)
+    failed = made.submit(dataclasses.replace(asked, namespace="other"))
+    results = {each.id: each for each in made}
+    assert [results[number].reason for number in (0, cancelled, failed)] == ["length", "cancelled", "error"]
+    assert isinstance(results[failed].error, MemoryError) and made.counts.not_finite == 0 and made.idle
 
 
 @pytest.mark.parametrize(
@@ -149,8 +171,9 @@ def test_other_rows_go_on_between_documents(model):
         ({"documents": Documents([[1, 10**12]])}, "outside the model's vocabulary"),
         ({"documents": Documents([[1]], ratio=1.5)}, "from 0 to 1; got 1.5"),
         ({"documents": [[1]]}, "kvjax.serve.Documents"),
+        ({"documents": Documents([[1]], beginning=5)}, "beginning must be one row"),
         ({"documents": Documents([[1]]), "tokens": []}, "at least one token after them"),
-        ({"documents": Documents([[1] * 60])}, "do not fit"),
+        ({"documents": Documents([[1] * 250])}, "do not fit"),
     ],
 )  # fmt: skip
 def test_documents_that_are_not_valid_are_refused(model, change, says):
@@ -220,6 +243,15 @@ def test_a_chat_with_documents(server):
     tokenizer = server.runner.model.tokenizer
     count = sum(len(tokenizer.encode(text, bos=False)) for text in texts)
     assert json.loads(content)["usage"]["prompt_tokens"] == count
+    # Fields that are null are absent.
+    plain = asked | {"documents": None, "recompute_ratio": None}
+    assert server.ask("POST", "/v1/chat/completions", plain)[0] == 200
+
+
+def test_each_choice_of_a_stream_has_the_documents(server):
+    asked = {"prompt": ASKED, "documents": DOCUMENTS, "max_tokens": 2, "n": 2, "stream": True, "temperature": 0}
+    status, _, content = server.ask("POST", "/v1/completions", asked)
+    assert status == 200 and content.count(b'"index": 1') >= 1 and content.rstrip().endswith(b"[DONE]")
 
 
 @pytest.mark.parametrize(
@@ -232,6 +264,9 @@ def test_a_chat_with_documents(server):
         ("completions", {"recompute_ratio": 0.5}, "there are none"),
         ("completions", {"documents": [[1, 10**12]]}, "outside the model's vocabulary"),
         ("completions", {"documents": ["long " * 200]}, "at most 64 are accepted"),
+        ("completions", {"documents": ["a"], "prompt": ["a", [1, 2]]}, "all texts or all token ids"),
+        ("chat/completions", {"documents": ["a"], "messages": [{"role": "u" * 200_000, "content": "a"},
+                                                              {"role": "user", "content": "a"}]}, "characters"),
         ("chat/completions", {"documents": ["a"], "messages": [{"role": "system", "content": "a"}]}, "there is none"),
     ],
 )  # fmt: skip

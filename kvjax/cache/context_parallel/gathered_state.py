@@ -119,9 +119,9 @@ def place_of(
 def places(position: Array, stays: Array, free: Array, axes: tuple[str, ...], *, in_order: bool = False) -> Array:
     """Returns the empty slots of this device that the step's own tokens are written to, [B, K, n] int32.
 
-    Each token goes to the device with the fewest live slots of its head, of several to the first one (DistAttention's
-    rule), so that no device attends to many slots while others wait for it. S, where writes are dropped, stands for a
-    token that is written on another device or not at all.
+    Each token goes to the device with the fewest live slots of its head in the store, of several to the first one
+    (DistAttention's rule), so that no device attends to many slots while others wait for it. S, where writes are
+    dropped, stands for a token that is written on another device or not at all.
 
     Args:
       position: [B, K, S] int32 of this device.
