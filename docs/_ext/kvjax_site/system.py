@@ -23,6 +23,7 @@ FIGURES: Mapping[str, str] = {
     "slots read": "experiments/measured/notes.md#what-a-selection-must-read-on-smollm2",
     "pages of prompts": "docs/selections.md#prompts-that-read-pages",
     "chunks": "docs/reuse.md#how-well",
+    "edits": "docs/reuse.md#how-well-after-edits",
     "learned reuse": "docs/reuse.md#learned-reuse",
     "messages": "docs/contexts.md#contexts-as-bytes",
     "prefixes": "docs/serving.md#prompts-that-begin-alike",

@@ -18,7 +18,7 @@ REUSE = (
         ("kvjax.reuse.blend", "kvjax.serve.Documents", "kvjax.planning.offload_shares.plan_blend"),
         test="tests/reuse/test_worked_examples.py", figure="chunks",
     ),
-    System("reuse", "PIE", "2407.03157", ("kvjax.reuse.edit",), test="tests/reuse/test_edit.py"),
+    System("reuse", "PIE", "2407.03157", ("kvjax.reuse.edit",), test="tests/reuse/test_edit.py", figure="edits"),
     System(
         "reuse", "KV prediction", "2410.08391", ("kvjax.reuse.predict", "kvjax.training.train_predictor"),
         test="tests/reuse/test_prediction.py",
