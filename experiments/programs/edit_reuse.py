@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ def with_edits(
       random: draws places and lengths.
 
     Raises:
-      ConfigError: the passage is too short for so many edits.
+      ConfigError: the passage is too short for this number of edits.
     """
     part = len(passage) // count
     if part <= 2 * span:
@@ -152,15 +152,15 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
     passages, elsewhere = text[: values.rows], np.concatenate(text[values.rows :])
     longest = values.tokens + max(counts) * values.span
     room = longest + values.scored + 1
-    # Of passages of all lengths, so that programs are compiled once.
+    # The same for all passages, whatever their lengths, so that programs are compiled once.
     limits = Limits(prompt=longest, new_tokens=room - values.tokens + max(counts) * values.span)
     if room > model.config.max_positions:
         raise ConfigError(f"a row may have {model.config.max_positions} tokens; lower --tokens, --edits or --scored.")
     rows: dict[tuple[str, int], Row] = {}
 
-    def add(method: str, edits: int, make: Callable[[], Context], following: np.ndarray) -> None:
+    def add(method: str, edits: int, context: Context, following: np.ndarray) -> None:
         # The first token is fed, so that none is scored by logits from before the last change of a cache.
-        context = contexts.extend(model, make(), following[:1], block=1)
+        context = contexts.extend(model, context, following[:1], block=1)
         ((scored,),) = score_prefilled(model, context, [[following[1:].tolist()]])
         row = rows.setdefault((method, edits), Row(method, edits))
         row.nats.append(-float(np.mean(scored.logprobs)))
@@ -171,23 +171,17 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
     with counted(len(passages), done=0, unit="passage", name="edits", show=None) as advance:
         for number, whole in enumerate(passages):
             passage, following = whole[: values.tokens], whole[values.tokens :]
-            right = read(passage)
-            add("prefill", 0, lambda right=right: right, following)  # type: ignore[misc]
+            add("prefill", 0, read(passage), following)
             for count in counts:
                 random = np.random.default_rng([values.seed, number, count])
                 made = with_edits(passage, elsewhere, count, values.span, random)
                 wrong = read(made.before)
-                methods: dict[str, Callable[[], Context]] = {
-                    "unedited": lambda wrong=wrong: wrong,  # type: ignore[misc]
-                    "unrotated": lambda wrong=wrong, made=made: unrotated(model, wrong, made.edits),  # type: ignore[misc]
-                    "edit": lambda wrong=wrong, made=made: reuse.edit(model, wrong, *made.edits),  # type: ignore[misc]
-                }
+                add("unedited", count, wrong, following)
+                add("unrotated", count, unrotated(model, wrong, made.edits), following)
+                add("edit", count, reuse.edit(model, wrong, *made.edits), following)
                 if count == 1:
-                    methods["repair"] = lambda wrong=wrong, made=made: reuse.edit(  # type: ignore[misc]
-                        model, wrong, *made.edits, repair=values.repair
-                    )
-                for name, make in methods.items():
-                    add(name, count, make, following)
+                    repaired = reuse.edit(model, wrong, *made.edits, repair=values.repair)
+                    add("repair", count, repaired, following)
             if values.output:
                 kept = {
                     "model": values.model, "weights": identity.of_weights(values.model), "text": about,

@@ -86,8 +86,8 @@ class PoolUse:
 def place(slots: int, free: Sequence[int], home: int, *, pooled: bool = True) -> Placement | None:
     """Chooses the instances on which the slots of a request lie.
 
-    As many as fit lie at home. While some do not, the instance with the most free slots besides (equal: the one of the
-    lowest number) takes as many as fit there.
+    Home takes as many as fit. The rest go to the other instances by their free slots, the most first (equal: the lowest
+    number first), each of which takes as many as fit.
 
     Args:
       slots: of the request, at least 1.

@@ -314,6 +314,6 @@ def check_predictor(model: Model, predictor: Predictor) -> None:
 
 
 def _check_layout(layout: CacheLayout) -> None:
-    """Checks that a full cache has one group of heads in each layer, which holds every token in a slot of its own."""
+    """Checks that a full cache has one group of heads in each layer, and a separate slot for every token."""
     if not takes_blocks(layout.decode) or any(len(layer) != 1 for layer in layout.decode):
         raise InputError("the cache of this model cannot be predicted: it does not hold every token in its own slot.")

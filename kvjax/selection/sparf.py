@@ -161,7 +161,7 @@ class SparF(Selection):
     def columns(self, query: Array) -> Array:
         """Marks the channels by which the slots of each KV head are ranked, [B, K, D] bool, for query [B, K, G, D]."""
         size = jnp.sum(jnp.abs(jax.lax.stop_gradient(query).astype(jnp.float32)), axis=2)
-        # Of equal channels, the one of the larger number here is marked.
+        # `largest` breaks ties by the larger number, and the definition by the lower channel: numbers fall.
         number = jnp.arange(size.shape[2], dtype=jnp.int32)[::-1]
         return largest(size, jnp.broadcast_to(number, size.shape), self.r, in_kernels=False)
 

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvjax.checkpoint import sandbox
+from kvjax.contexts.prefix_store import PrefixStore
 from kvjax.errors import KvjaxError
 from kvjax.serve.admission import FULL, PATIENCE_SECONDS, Admission
 from kvjax.serve.answers import Answer
@@ -31,6 +32,7 @@ from kvjax.serve.clients import Client, client_of
 from kvjax.serve.connections import Connections
 from kvjax.serve.conversations import Conversation, ConversationBusy, Conversations, NoConversation
 from kvjax.serve.document_fields import ChatTokens
+from kvjax.serve.documents import DocumentCaches
 from kvjax.serve.engine import Busy, Engine, Stopped, StreamChunk, Ticket
 from kvjax.serve.event_stream import EventStream, Pieces, while_connected
 from kvjax.serve.protocol import Call, ServerInfo, check_model, parse, read
@@ -143,28 +145,21 @@ class _Pages:
     def _prefix_cache(self, request: Request) -> JsonObject | None:
         """The counts of the states of prompts; None if none are kept."""
         store = self._engine.prefix_store
-        if store is None:
-            return None
+        return None if store is None else self._store_counts(request, store, "states")
+
+    def _document_counts(self, request: Request) -> JsonObject | None:
+        """The counts of the caches of documents; None if none are kept."""
+        caches = self._engine.documents
+        return self._store_counts(request, caches, "caches") if caches.max_bytes else None
+
+    def _store_counts(self, request: Request, store: PrefixStore | DocumentCaches, states: str) -> JsonObject:
+        """The bound of a store and, if the client sees them, its counts; `states` names the number of its entries."""
         about: JsonObject = {"max_bytes": store.max_bytes}
         if not self._sees_counts(request):
             return about
         counts = store.counts(self._namespace(request))
         return about | {
-            "bytes": counts.nbytes, "states": counts.states, "hits": counts.hits, "misses": counts.misses,
-            "found_tokens": counts.saved_tokens,
-        }  # fmt: skip
-
-    def _document_counts(self, request: Request) -> JsonObject | None:
-        """The counts of the caches of documents; None if none are kept."""
-        caches = self._engine.documents
-        if not caches.max_bytes:
-            return None
-        about: JsonObject = {"max_bytes": caches.max_bytes}
-        if not self._sees_counts(request):
-            return about
-        counts = caches.counts(self._namespace(request))
-        return about | {
-            "bytes": counts.nbytes, "caches": counts.states, "hits": counts.hits, "misses": counts.misses,
+            "bytes": counts.nbytes, states: counts.states, "hits": counts.hits, "misses": counts.misses,
             "found_tokens": counts.saved_tokens,
         }  # fmt: skip
 

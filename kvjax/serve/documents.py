@@ -87,7 +87,7 @@ def checked_documents(config: DecoderConfig, documents: Documents) -> Documents:
 class DocumentCaches:
     """The caches of documents, of at most `max_bytes` bytes; see `kvjax.contexts.state_trie.StateTrie`.
 
-    A prompt that is being run holds those of its own documents besides.
+    While a prompt is run, it also holds the caches of its documents, which this bound does not count.
 
     Attributes:
       max_bytes: the most bytes of keys and values; 0 = there are no documents.

@@ -43,7 +43,7 @@ def test_one_request_that_fits_at_home_is_the_closed_form():
     assert made.use == pytest.approx((mean, 0, 0))
 
 
-def test_one_request_that_is_lent_slots_is_the_closed_form():
+def test_one_request_with_slots_elsewhere_is_the_closed_form():
     """1,000 slots lie at home, 1,000 on the second instance and the rest on the third, as do those that follow."""
     request, link = Request(0.0, 2300, 3), 1e7
     made = simulate_pool(MODEL, device(), [request], instances=3)

@@ -77,25 +77,25 @@ def test_embeddings_of_tokens_are_these_tokens(model):
 
 def test_rows_do_not_depend_on_each_other_and_old_slots_do_not_change(model):
     made, before = random_coprocessor(model, 5), prefilled(model, room=24)
-    together = reuse.augment(model, before, made)  # arrays grow
-    np.testing.assert_array_equal(together.state.length, np.add(LENGTHS, 5))
+    augmented = reuse.augment(model, before, made)  # arrays grow
+    np.testing.assert_array_equal(augmented.state.length, np.add(LENGTHS, 5))
     for row, length in enumerate(LENGTHS):
         alone = reuse.augment(model, contexts.prefill(model, TOKENS[row, :length], policies.full()), made)
-        np.testing.assert_allclose(together.logits[row], alone.logits[0], atol=1e-4)
+        np.testing.assert_allclose(augmented.logits[row], alone.logits[0], atol=1e-4)
         answers = [
             contexts.decode(model, each, max_new_tokens=4).tokens
-            for each in (contexts.rows(together, [row]), alone)
+            for each in (contexts.rows(augmented, [row]), alone)
         ]  # fmt: skip
         np.testing.assert_array_equal(*answers)
-    for old, new in zip(before.state.layers, together.state.layers, strict=True):
+    for old, new in zip(before.state.layers, augmented.state.layers, strict=True):
         at = np.argsort(np.where(np.asarray(new.position[0, 0]) < 0, 1 << 20, new.position[0, 0]))
         own = np.argsort(np.where(np.asarray(old.position[0, 0]) < 0, 1 << 20, old.position[0, 0]))
         np.testing.assert_array_equal(np.asarray(new.position[0, 0])[at[:25]], np.arange(25))
         np.testing.assert_array_equal(np.asarray(new.key)[0][:, at[:20]], np.asarray(old.key)[0][:, own[:20]])
     # The context that was given goes on as before.
     np.testing.assert_array_equal(before.kept(0)[0][0], np.arange(20))
-    assert together.text is None
-    longer = contexts.extend(model, together, random_tokens(3, 2, seed=4))
+    assert augmented.text is None
+    longer = contexts.extend(model, augmented, random_tokens(3, 2, seed=4))
     np.testing.assert_array_equal(longer.state.length, np.add(LENGTHS, 7))
 
 

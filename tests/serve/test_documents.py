@@ -205,9 +205,11 @@ def test_caches_that_cannot_take_documents_refuse_them(model):
 def server():
     pytest.importorskip("uvicorn", reason="the server needs kvjax[serve]")
     pytest.importorskip("starlette", reason="the server needs kvjax[serve]")
+    from kvjax.serve.conversations import Conversations
     from tests.serve.test_server import chat_model, serving
 
-    with serving(chat_model(layers=2), policy=policies.full()) as made:
+    options = {"policy": policies.full(), "conversations": Conversations(1 << 30)}
+    with serving(chat_model(layers=2), **options) as made:
         yield made
 
 
@@ -246,6 +248,14 @@ def test_a_chat_with_documents(server):
     # Fields that are null are absent.
     plain = asked | {"documents": None, "recompute_ratio": None}
     assert server.ask("POST", "/v1/chat/completions", plain)[0] == 200
+
+
+def test_a_conversation_has_no_documents(server):
+    """Not even its first turn, whose cache does not exist yet."""
+    name = json.loads(server.ask("POST", "/v1/conversations", {})[2])["id"]
+    asked = {"conversation": name, "messages": [{"role": "user", "content": ASKED}], "documents": DOCUMENTS}
+    status, _, content = server.ask("POST", "/v1/chat/completions", asked)
+    assert status == 400 and "documents cannot follow a conversation" in json.loads(content)["error"]["message"]
 
 
 def test_each_choice_of_a_stream_has_the_documents(server):

@@ -57,7 +57,7 @@ OUT = (
     ),
     System(
         "hold", "QAQ", "2403.04643",
-        reason="Each token has a number of bits of its own. Storages here have one number, or two tiers "
+        reason="The number of bits differs from token to token. Storages here have one number of bits, or two tiers "
         "(`kvjax.storage.zipcache`, `kvjax.storage.mikv`).",
     ),
     System(
