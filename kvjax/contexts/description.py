@@ -12,11 +12,19 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.cache.empty import empty_layers, memories
-from kvjax.cache.layer_stack import LayerRun, arranged_state, stacked_runs
+from kvjax.cache.layer_stack import (
+    LayerRun,
+    LayerStack,
+    arranged_state,
+    entries_of,
+    len_of,
+    sequence_of,
+    stacked_runs,
+)
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.state import KVState
+from kvjax.cache.state import KVState, Layer
 from kvjax.contexts import spec_text
 from kvjax.contexts.room import lowered_layout
 from kvjax.errors import CheckpointError, InputError, shown
@@ -157,8 +165,16 @@ def state_shapes(model: Model, layout: CacheLayout, rows: int) -> KVState:
 
 def on_its_memory(state: KVState, layout: CacheLayout) -> KVState:
     """Moves the arrays of a cache to the memory that its storages say, and the numbers of its rows to the device."""
-    layers = jax.tree.map(_move, state.layers, memories(layout.decode, state.layers))
-    return host_memory.to_device(state.replace(layers=())).replace(layers=layers)
+    moved: list[Layer | LayerStack] = []
+    index = 0
+    for entry in entries_of(state.layers):
+        if isinstance(entry, LayerStack):  # whose storages are on the device
+            moved.append(host_memory.to_device(entry))
+        else:
+            (where,) = memories(layout.decode[index : index + 1], (entry,))
+            moved.append(jax.tree.map(_move, entry, where))
+        index += len_of(entry)
+    return host_memory.to_device(state.replace(layers=())).replace(layers=sequence_of(moved))
 
 
 def _move(leaf: Array, where: str) -> Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.empty import empty_layers
+from kvjax.cache.layer_stack import repeated
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.lowering import Budgets
 from kvjax.cache.state import Block, KVState
@@ -121,7 +122,7 @@ def _empty(
     length: Array, total: Array, budget: GroupBudgets, *, config: DecoderConfig, layout: CacheLayout, dtype: str
 ) -> _Progress:
     """Allocates the cache of a prompt of `length` tokens, [1] int32, in the arrays of the prompt phase."""
-    layers = empty_layers(layout.prompt, 1, config.num_kv_heads, config.head_dim, dtype)
+    layers = repeated(empty_layers(layout.prompt, 1, config.num_kv_heads, config.head_dim, dtype), layout.runs)
     # [1]
     seen = jnp.zeros((1,), jnp.int32)
     # [1, E]
@@ -141,7 +142,7 @@ def _run_block(
     position = jnp.where(position < state.prompt[:, None], position, -1)
     block = Block(position=position, prompt=state.prompt, total=state.total, budget=state.budget)
     # [1, n, E]
-    x, state = bind(config, params).hidden(tokens, state, block, layout.prompt)
+    x, state = bind(config, params).looped(layout.runs).hidden(tokens, state, block, layout.prompt)
     # [1, E]: of the last token of the block that is of the prompt
     last = jnp.take_along_axis(x, jnp.sum(position >= 0, axis=1)[:, None, None] - 1, axis=1)[:, 0]
     return _Progress(state, last)
@@ -161,7 +162,7 @@ def _ended(
 
     `tokens`, [1, n] int32, are those of all blocks.
     """
-    decoder, state = bind(config, params), progress.state
+    decoder, state = bind(config, params).looped(layout.runs), progress.state
     if layout.replay is not None:
         state = replayed(decoder, state, tokens, layout)
     state = state.replace(layers=converted(state, layout, config, params), budget=decode_budget)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.generation import compiling
@@ -155,6 +156,8 @@ def admit(rows: Rows, state: KVState, logits: Array, source: Array, row: Array, 
     # [1] each
     one = source[None]
     own: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, one), state)
+    # Another prompt's layers may be in other stacks.
+    own = arranged_state(own, stacked_runs(rows.state.layers))
     key = jax.random.fold_in(entry.key, entry.number)[None]
     sampling = jax.tree.map(lambda x: x[None], entry.sampling)
     # [1, V]
@@ -201,9 +204,11 @@ def decode_chunk(
       min_row_steps: the number of row-steps before which idle rows do not end the loop.
     """
     compiling.traced()
-    decoder = bind(config, params)
+    decoder, stacked = bind(config, params), stacked_runs(rows.state.layers)
+    runs = decoder.runs_now(rows.state, phase)
+    decoder = decoder.looped(runs)
     count = rows.token.shape[0]
-    rows = rows._replace(active=rows.active & going_on)
+    rows = rows._replace(active=rows.active & going_on, state=arranged_state(rows.state, runs))
 
     def unfinished(loop: _Loop) -> Array:
         i, rows, row_steps, *_ = loop
@@ -240,6 +245,7 @@ def decode_chunk(
     none, reported = jnp.zeros((count,), jnp.int32), jnp.zeros_like(rows.fresh)
     loop = (jnp.int32(0), rows._replace(fresh=reported), none, tokens, logprobs)
     taken, rows, row_steps, tokens, logprobs = jax.lax.while_loop(unfinished, body, loop)
+    rows = rows._replace(state=arranged_state(rows.state, stacked))
     return rows, Chunk(tokens, logprobs, rows.active, taken, row_steps)
 
 

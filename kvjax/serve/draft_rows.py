@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.layer_stack import arranged_state
 from kvjax.cache.state import KVState
 from kvjax.generation import compiling
 from kvjax.generation.decoding import CHUNK
@@ -109,7 +110,8 @@ def _begun(
     def many(x: Array) -> Array:
         return jnp.broadcast_to(x, (count, *x.shape))
 
-    held: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, source), state)
+    # Drafts look at the arrays of layers one by one.
+    held = arranged_state(jax.tree.map(lambda leaf: host_memory.take_rows(leaf, source), state), ())
     # [n]
     none, keys = jnp.zeros((count,), jnp.int32), many(jax.random.fold_in(entry.key, entry.number))
     # [n, γ]

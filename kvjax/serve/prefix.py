@@ -16,6 +16,7 @@ from kvjax import contexts
 from kvjax.cache.state import KVState
 from kvjax.contexts import room
 from kvjax.contexts.description import on_its_memory
+from kvjax.contexts.folders import ContextCodec
 from kvjax.contexts.prefix_store import rotated_by_length
 from kvjax.contexts.turns import same_calibration, same_weights
 from kvjax.errors import CheckpointError, InputError
@@ -59,17 +60,18 @@ def make(prompts: Prompts, tokens: ArrayLike) -> Context:
     return _after_prompt(prompts, prompt, logits, state)
 
 
-def load(folder: str | Path, prompts: Prompts) -> Context:
+def load(folder: str | Path, prompts: Prompts, *, codec: ContextCodec | None = None) -> Context:
     """Loads a context that `kvjax.contexts.save` has saved.
 
     Args:
       folder: the folder.
       prompts: see `make`; of the same model, spec and limits.
+      codec: the one that it was saved with; None = none.
 
     Raises:
       CheckpointError: see `kvjax.contexts.load`; or the context was made with other limits.
     """
-    context = contexts.load(folder, prompts.model, prompts.spec, implementation=prompts.implementation)
+    context = contexts.load(folder, prompts.model, prompts.spec, codec=codec, implementation=prompts.implementation)
     if reason := _other_rows(context, prompts):
         raise CheckpointError(f"{folder} was saved with another cache: {reason}.")
     return context

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.groups import Group, Phase
-from kvjax.cache.layer_stack import arranged_state, stacked_runs
+from kvjax.cache.layer_stack import LayerRuns, arranged_state
 from kvjax.cache.planning.declared import reads_prompt_length
 from kvjax.cache.planning.limits import half_steps
 from kvjax.cache.resize import holds_single_slots
@@ -264,16 +264,29 @@ class PromptStates:
         in_prompt = phase is not self._prompts.layout.decode
         budgets = prompt.budgets.prompt if in_prompt else prompt.budgets.decode
         numbers = [np.array([each], np.int32) for each in (length, len(prompt.tokens), prompt.total)]
-        return _resumed(stored.state, *model.place((*numbers, budgets)), before=stored.phase, after=phase)
+        layout = self._prompts.lowered_blocks or self._prompts.layout
+        return _resumed(
+            stored.state, *model.place((*numbers, budgets)), before=stored.phase, after=phase, runs=layout.runs
+        )
 
 
-@program(static_argnames=("before", "after"))
+@program(static_argnames=("before", "after", "runs"))
 def _resumed(
-    state: KVState, length: Array, prompt: Array, total: Array, budget: GroupBudgets, *, before: Phase, after: Phase
+    state: KVState,
+    length: Array,
+    prompt: Array,
+    total: Array,
+    budget: GroupBudgets,
+    *,
+    before: Phase,
+    after: Phase,
+    runs: LayerRuns,
 ) -> KVState:
-    """Copies the slots of positions before `length`, [1] int32, into the arrays of other groups of heads."""
+    """Copies the slots of positions before `length`, [1] int32, into the arrays of other groups of heads.
+
+    The layers of `runs` are then in stacks.
+    """
     copy: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, jnp.zeros(1, jnp.int32)), state)
-    stacked = stacked_runs(copy.layers)
     copy = arranged_state(copy, ())
 
     def cut(layer: LayerKV) -> LayerKV:
@@ -281,7 +294,7 @@ def _resumed(
 
     layers = jax.tree.map(cut, copy.layers, is_leaf=lambda each: isinstance(each, LayerKV))
     copy = copy.replace(layers=layers, length=length, prompt=prompt, total=total, budget=budget)
-    return arranged_state(resized_state(copy, before, after), stacked)
+    return arranged_state(resized_state(copy, before, after), runs)
 
 
 @program(static_argnames=("before", "after"))

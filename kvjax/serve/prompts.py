@@ -3,6 +3,8 @@
 All of them end in the arrays of one decoding phase, so that any prompt's state can replace any row.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -17,6 +19,7 @@ from kvjax.generation.context import Made
 from kvjax.generation.options import CacheOptions
 from kvjax.generation.prefill import prefill_steps
 from kvjax.inputs import check_count, check_positions
+from kvjax.models import layer_loop
 from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
@@ -192,6 +195,8 @@ class Prompts:
                     implementation=self.implementation, platform=model.platform,
                     dtype=model.dtype,
                 ).layout  # fmt: skip
+                runs = layer_loop.possible_runs(model.config, model.params, layout.prompt, layout.decode)
+                layout = dataclasses.replace(layout, runs=runs)
             others = next(iter(self._layouts.values()), layout)
             if layout.decode != others.decode:
                 raise AssertionError("the decoding phase depends on how a prompt is run")

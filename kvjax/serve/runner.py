@@ -18,6 +18,7 @@ from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.contexts.folders import ContextCodec
 from kvjax.contexts.prefix_store import PrefixStore
 from kvjax.errors import InputError, NonFiniteError, shown
 from kvjax.generation.context import Context
@@ -224,14 +225,14 @@ class Runner:
         self._loop.check_prefix()
         return prefixes.make(self.prompts, tokens)
 
-    def save_prefix(self, folder: str | Path, prefix: Context) -> None:
+    def save_prefix(self, folder: str | Path, prefix: Context, *, codec: ContextCodec | None = None) -> None:
         """Saves a context; see `kvjax.contexts.save`."""
-        contexts.save(folder, prefix)
+        contexts.save(folder, prefix, codec=codec)
 
-    def load_prefix(self, folder: str | Path) -> Context:
+    def load_prefix(self, folder: str | Path, *, codec: ContextCodec | None = None) -> Context:
         """Loads a context that requests can continue; see `kvjax.serve.prefix.load`."""
         self._loop.check_prefix()
-        return prefixes.load(folder, self.prompts)
+        return prefixes.load(folder, self.prompts, codec=codec)
 
     def cancel(self, number: int) -> bool:
         """Cancels a request; its row is free from the next chunk on, and its result has the tokens so far.
