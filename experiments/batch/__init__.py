@@ -13,6 +13,12 @@ ids, which the result contains; in addition to those of the model), temperature,
 repetition_penalty (default: the flags of the same names, then the model's generation_config.json; temperature 0 takes
 the most probable token), seed (default: the config's seed, combined with the line number).
 
+With --contexts=FOLDER, the context after the last token of a request with "keep_context": true is kept there, and one
+of a later run, with "context": ID, continues the text of the request with that id; its prompt is what follows. The
+folder's first run decides the sizes for all: --most_new_tokens must then cover what will follow a prompt, as tokens are
+given and generated. --codec=cachegen:2, or a file that kvjax.transport.Tables.save or Transform.save has written, saves
+contexts in fewer bytes, which later answers depend on.
+
 Results are written in the order of the requests, each as soon as all before it are written, one JSON object per line:
 
   {"id": "a-1", "text": "...", "tokens": [...], "reason": "stop" or "length", "prompt_tokens": 5, "new_tokens": 17}

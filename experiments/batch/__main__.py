@@ -42,6 +42,11 @@ def define(values: flags.FlagValues) -> None:
     whole("rows", 32, "number of requests that are answered at the same time")
     about = "bytes for the states of prompts, such as 4GB, which others that begin alike continue; 0 = none are kept"
     flags.DEFINE(Size(), "prefix_cache", "1GB", about, flag_values=values)
+    text(
+        "contexts",
+        "a folder for contexts that requests keep (keep_context), and those of later runs continue (context)",
+    )
+    text("codec", "form of these contexts: cachegen:LEVEL, or a file of Tables or a Transform; default: as they are")
     whole("new_tokens", None, "default max_new_tokens of a request; if not given, that of the checkpoint, or 256")
     whole("longest_prompt", None, "largest number of tokens of a prompt; default: that of the longest in the file")
     whole("most_new_tokens", None, "largest max_new_tokens of a request; default: the largest in the file")

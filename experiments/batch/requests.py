@@ -16,7 +16,7 @@ from kvjax.typing import JsonObject
 
 FIELDS = (
     "id", "prompt", "max_new_tokens", "stop", "stop_tokens", "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "seed",
+    "repetition_penalty", "seed", "context", "keep_context",
 )  # fmt: skip
 MAX_TEXTS = 16  # stop texts of a request
 
@@ -45,6 +45,7 @@ class Asked:
       request: what it asks for; None if it cannot be answered.
       text: makes the text of its tokens; None if the model has no tokenizer.
       error: why it cannot be answered; None if it can.
+      continues: the id of the request, of an earlier run, whose context it continues; None if it begins a text.
     """
 
     index: int
@@ -53,6 +54,12 @@ class Asked:
     request: Request | None
     text: TextStream | None = None
     error: str | None = None
+    continues: str | int | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether its context is kept."""
+        return self.request is not None and self.request.keep_context
 
 
 def lines(path: Path) -> list[tuple[int, bytes]]:
@@ -68,13 +75,16 @@ def lines(path: Path) -> list[tuple[int, bytes]]:
     return numbered(content)
 
 
-def read(given: list[tuple[int, bytes]], model: Model, defaults: Defaults) -> Iterator[Asked]:
+def read(
+    given: list[tuple[int, bytes]], model: Model, defaults: Defaults, *, contexts: bool = False
+) -> Iterator[Asked]:
     """Yields the requests of lines, each with the number of its line as `Request.number`.
 
     Args:
       given: from `lines`.
       model: whose tokenizer texts are for.
       defaults: what requests are that say nothing.
+      contexts: whether there is a folder for contexts.
     """
     seen: dict[str | int, int] = {}
     for index, (number, line) in enumerate(given):
@@ -86,8 +96,9 @@ def read(given: list[tuple[int, bytes]], model: Model, defaults: Defaults) -> It
                 own = "" if "id" in entry else ": a line without an id has its line number as its id"
                 raise InputError(f"id {name!r} is already used in line {seen[name]}{own}.")
             seen[name] = number
+            continues = _continued(entry, contexts)
             request, text = _request(entry, model, defaults, index)
-            yield Asked(index, number, name, request, text)
+            yield Asked(index, number, name, request, text, continues=continues)
         except KvjaxError as error:
             yield Asked(index, number, name, None, error=str(error))
 
@@ -114,6 +125,20 @@ def _name(entry: JsonObject, number: int) -> str | int:
     return name
 
 
+def _continued(entry: JsonObject, contexts: bool) -> str | int | None:
+    """Returns the id of the request whose context is continued, after checking both fields on contexts."""
+    name, keeps = entry.get("context"), entry.get("keep_context", False)
+    if not isinstance(keeps, bool):
+        raise InputError(f"keep_context must be true or false; got {_short(keeps)}.")
+    if (keeps or name is not None) and not contexts:
+        raise InputError("context and keep_context need a folder; give --contexts=FOLDER.")
+    if keeps and entry.get("stop"):
+        raise InputError("keep_context needs stop_tokens in place of stop: a text may end within tokens.")
+    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
+        raise InputError(f"context must be the id of a request, a string or an integer; got {_short(name)}.")
+    return name
+
+
 def _request(entry: JsonObject, model: Model, defaults: Defaults, index: int) -> tuple[Request, TextStream | None]:
     if unknown := sorted(entry.keys() - set(FIELDS)):
         raise InputError(f"unknown field {unknown[0]!r}; a request may have {', '.join(FIELDS)}.")
@@ -122,7 +147,8 @@ def _request(entry: JsonObject, model: Model, defaults: Defaults, index: int) ->
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InputError("the model has no tokenizer; give prompt as a list of token ids.")
-        prompt = tokenizer.encode(prompt)
+        # What goes on in the middle of a text has no token for its beginning.
+        prompt = tokenizer.encode(prompt, bos=entry.get("context") is None)
     elif not _ids(prompt):
         raise InputError(f"prompt must be a string or a list of token ids; got {_short(prompt)}.")
     stops = entry.get("stop", [])
@@ -140,7 +166,7 @@ def _request(entry: JsonObject, model: Model, defaults: Defaults, index: int) ->
     request = Request(
         tokens=prompt, max_new_tokens=entry.get("max_new_tokens", defaults.max_new_tokens), stop=ends,
         sampler=_sampler(entry, model, defaults), seed=seed, number=index if seed is None else None,
-        until=None if text is None else text.take,
+        keep_context=entry.get("keep_context", False), until=None if text is None else text.take,
     )  # fmt: skip
     return request, text
 

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 import kvjax.products
 from experiments import fields
 from experiments.batch import groups, requests
+from experiments.batch.contexts import CHECKED, Contexts, codec_of
 from experiments.batch.journal import FILES, Journal
 from experiments.batch.requests import Asked, Defaults
 from experiments.config import DataConfig, ExperimentConfig, TasksConfig
@@ -52,7 +53,10 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
         raise ConfigError(f"--requests={values.requests!r} contains no requests.")
     check_sampling(values)
     config.data, config.baselines, config.tasks = DataConfig(num_sequences=values.rows), (), TasksConfig()
-    with user_files.pinned(), Journal(Path(values.output), about(config, values, given)) as journal:
+    if values.codec is not None and values.contexts is None:
+        raise ConfigError("--codec is of the contexts that are kept; give --contexts=FOLDER too.")
+    folder = Contexts(None if values.contexts is None else Path(values.contexts), codec_of(values.codec))
+    with user_files.pinned(), Journal(Path(values.output), about(config, values, given, folder)) as journal:
         if journal.written == len(given):
             print(f"{values.output} already has all {journal.written:,} results.")
             return FAILED if journal.failed else 0
@@ -61,8 +65,11 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
         print(describe(model, config.model), flush=True)
         most = values.new_tokens or model.generation.max_new_tokens or NEW_TOKENS
         defaults = Defaults(most, {name: values[name].value for name in SAMPLING})
-        asked = [*requests.read(given, model, defaults)]
-        limits = limits_for(asked, model, values)
+        asked = [*requests.read(given, model, defaults, contexts=folder.folder is not None)]
+        limits = limits_for(asked, model, values, folder.limits())
+        if CHECKED not in journal.notes:
+            folder.begin(asked, limits)
+            journal.note(CHECKED, values.contexts)
         config.data = DataConfig(num_sequences=values.rows, prompt_length=limits.prompt, new_tokens=limits.new_tokens)
         check_fit(config, stored=values.prefix_cache)
         if PRODUCTS in journal.notes:
@@ -86,7 +93,7 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
             if shared:
                 print(shared, flush=True)
             start, before = time.perf_counter(), journal.written
-            answer(runner, iter(waiting), journal, rows=values.rows, name=Path(values.requests).name)
+            answer(runner, iter(waiting), journal, folder, rows=values.rows, name=Path(values.requests).name)
         journal.shorten()
         seconds = time.perf_counter() - start
         print(summary(runner, journal.written - before, seconds))
@@ -106,37 +113,50 @@ def check_sampling(values: flags.FlagValues) -> None:
     Sample(**own)
 
 
-def about(config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]]) -> JsonObject:
+def about(
+    config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]], folder: Contexts
+) -> JsonObject:
     """Returns the settings that results depend on."""
     used = ("model", "policy", "storage", "selection", "mesh", "rules", "prefill_block", "implementation", "seed")
-    own = ("rows", "prefix_cache", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
+    own = ("rows", "prefix_cache", "contexts", "codec", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
     # With their numbers, which are the names of requests without one.
     digest = hashlib.sha256(b"\n".join(b"%d %s" % each for each in given)).hexdigest()
     found = fields.to_dict(config)
     settings = {name: found[name] for name in used} | {f"--{name}": values[name].value for name in own}
-    return {"requests": digest, FILES: identity.contents(config)} | settings
+    # Of a file, its contents too.
+    codec = {} if folder.codec is None else {"codec": folder.codec.about()}
+    return {"requests": digest, FILES: identity.contents(config)} | codec | settings
 
 
-def limits_for(asked: Sequence[Asked], model: Model, values: flags.FlagValues) -> Limits:
-    """The sizes for all requests: those of flags, or those of the largest request within the model's positions."""
+def limits_for(asked: Sequence[Asked], model: Model, values: flags.FlagValues, before: Limits | None) -> Limits:
+    """The sizes for all requests: those of flags, of the contexts' first run, or of the largest request that fits."""
     most = model.config.max_positions
     found: list[Request] = [each.request for each in asked if each.request is not None]
     prompts = [len(request.tokens) for request in found]
-    tokens = [each.max_new_tokens for each in found if isinstance(each.max_new_tokens, int) and each.max_new_tokens > 0]
+    # Of one whose context is kept, the last token is fed too.
+    tokens = [
+        each.max_new_tokens + each.keep_context
+        for each in found
+        if isinstance(each.max_new_tokens, int) and each.max_new_tokens > 0
+    ]
 
-    def largest(flag: int | None, sizes: list[int]) -> int:
-        return flag or min(max([1, *sizes]), most)
+    def largest(flag: int | None, earlier: int | None, sizes: list[int]) -> int:
+        return flag or earlier or min(max([1, *sizes]), most)
 
-    return Limits(largest(values.longest_prompt, prompts), largest(values.most_new_tokens, tokens))
+    return Limits(
+        largest(values.longest_prompt, None if before is None else before.prompt, prompts),
+        largest(values.most_new_tokens, None if before is None else before.new_tokens, tokens),
+    )
 
 
-def answer(runner: Runner, asked: Iterator[Asked], journal: Journal, *, rows: int, name: str) -> None:
+def answer(runner: Runner, asked: Iterator[Asked], journal: Journal, folder: Contexts, *, rows: int, name: str) -> None:
     """Answers requests and writes their results.
 
     Args:
       runner: answers them.
       asked: those whose results the journal does not have, in any order.
       journal: takes the results.
+      folder: takes the contexts of requests that keep theirs, and has those that others continue.
       rows: of the runner.
       name: of the file of requests, for messages.
     """
@@ -158,7 +178,7 @@ def answer(runner: Runner, asked: Iterator[Asked], journal: Journal, *, rows: in
                 taken = next(asked, None)
                 more = taken is not None
                 if taken is not None:
-                    submit(runner, taken, running, refuse)
+                    submit(runner, folder, taken, running, refuse)
             progress = runner.step()
             if (now := kvjax.products.timings()) != timings:
                 # Before any result that depends on it.
@@ -169,17 +189,22 @@ def answer(runner: Runner, asked: Iterator[Asked], journal: Journal, *, rows: in
                     own = running.pop(each.result.id)
                     if each.result.error is not None:
                         refuse(own, str(each.result.error))
-                    else:
-                        put(own, described(own, each.result))
+                        continue
+                    if each.result.context is not None:
+                        # Before the result, without which the request is answered again.
+                        folder.save(own.id, each.result.context, runner)
+                    put(own, described(own, each.result))
             journal.sync(often=True)
 
 
-def submit(runner: Runner, each: Asked, running: dict[int, Asked], refuse: Callable[[Asked, str], None]) -> None:
+def submit(
+    runner: Runner, folder: Contexts, each: Asked, running: dict[int, Asked], refuse: Callable[[Asked, str], None]
+) -> None:
     """Submits a request, or refuses it."""
     if each.request is None:
         return refuse(each, str(each.error))
     try:
-        running[runner.submit(each.request)] = each
+        running[runner.submit(folder.continued(each, runner))] = each
     except KvjaxError as error:
         refuse(each, str(error))
 

@@ -278,3 +278,83 @@ def test_one_process_at_a_time(tmp_path):
             Journal(output, {})
     with Journal(output, {}) as journal:
         assert journal.notes == {"name": [1]}
+
+
+def test_contexts_are_kept_and_continued(folder, capsys, monkeypatch):
+    """A later run continues the texts of an earlier one, as one text of both; its results do not depend on kills."""
+    rng = np.random.default_rng(6)
+    prompts, turns = rng.integers(1, 200, (3, 30)).tolist(), rng.integers(1, 200, (3, 7)).tolist()
+
+    def write(lines: list[dict]) -> None:
+        (folder / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    names = ["a/1", 2, "c"]
+    more = {"max_new_tokens": 4, "keep_context": True}
+    write([{"id": name, "prompt": prompt} | more for name, prompt in zip(names, prompts, strict=True)])
+    first = [f"--contexts={folder / 'kept'}", "--most_new_tokens=24"]
+    put = Journal.put
+
+    def interrupted(self, index, result):
+        raise KeyboardInterrupt
+
+    # A call that is killed before the first result has saved a context, in whose place the next call puts its own.
+    monkeypatch.setattr(Journal, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(command(folder, "first.jsonl", "config.py", *first))
+    monkeypatch.setattr(Journal, "put", put)
+    assert len([*(folder / "kept").glob("=*")]) == 1
+    assert main(command(folder, "first.jsonl", "config.py", *first)) == 0
+    with pytest.raises(ConfigError, match=r"line 1: .*already has the context of a request 'a/1'"):
+        main(command(folder, "again.jsonl", "config.py", *first))
+    asked = zip([*names, "d"], [*turns, [1]], strict=True)
+    write([{"context": name, "prompt": turn, "max_new_tokens": 5} for name, turn in asked])
+    # The sizes are those of the first run.
+    assert main(command(folder, "second.jsonl", "config.py", first[0])) == 1
+    found = read(folder / "second.jsonl")
+    assert "has no context of a request 'd'" in found.pop()["error"]
+    model = Session().model(fields.by_name(str(folder / "config.py"), ExperimentConfig))
+    for prompt, before, turn, result in zip(prompts, read(folder / "first.jsonl"), turns, found, strict=True):
+        given = [*prompt, *before["tokens"]]
+        context = kvjax.contexts.prefill(model, [prompt], policies.window(8, sinks=2), room=64)
+        context = kvjax.contexts.extend(model, context, [[*before["tokens"], *turn]], block=1)
+        expected = kvjax.contexts.decode(model, context, max_new_tokens=5)
+        assert result["tokens"] == expected.tokens[0].tolist()
+        assert result["prompt_tokens"] == len(given) + len(turn)
+    write([{"context": 2, "prompt": [1], "max_new_tokens": 5}])
+    assert main(command(folder, "none.jsonl")) == 1
+    assert "give --contexts=FOLDER" in read(folder / "none.jsonl")[0]["error"]
+    assert main(command(folder, "coded.jsonl", "config.py", first[0], "--codec=cachegen:2")) == 1
+    assert "was saved with no codec; got codec cachegen" in read(folder / "coded.jsonl")[0]["error"]
+
+
+def test_contexts_in_fewer_bytes(folder, capsys):
+    """A codec, by its level or as a file; what cannot be one is refused before the model is loaded."""
+    (folder / "config.py").write_text(CONFIG.replace('name="window", budget=8, sinks=2', 'name="full"'))
+    prompt = np.random.default_rng(7).integers(1, 200, 60).tolist()
+    lines = [{"id": "a", "prompt": prompt, "max_new_tokens": 3, "keep_context": True}]
+    (folder / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = Session().model(fields.by_name(str(folder / "config.py"), ExperimentConfig))
+    kvjax.transport.make_tables([kvjax.contexts.prefill(model, [prompt], policies.full(), room=64)], level=3).save(
+        folder / "tables.npz"
+    )
+    for number, codec in enumerate(("cachegen:3", f"{folder / 'tables.npz'}")):
+        flags = [f"--contexts={folder / str(number)}", "--most_new_tokens=16", f"--codec={codec}"]
+        (folder / "requests.jsonl").write_text(json.dumps(lines[0]) + "\n")
+        assert main(command(folder, f"first{number}.jsonl", "config.py", *flags)) == 0
+        assert [each.name for each in (folder / str(number) / "=a").glob("*.bin")] == ["context.bin"]
+        (folder / "requests.jsonl").write_text(json.dumps({"context": "a", "prompt": [5], "max_new_tokens": 3}) + "\n")
+        assert main(command(folder, f"second{number}.jsonl", "config.py", *flags)) == 0
+        assert len(read(folder / f"second{number}.jsonl")[0]["tokens"]) == 3
+    for codec, message in (("zip", "must be cachegen:1"), (f"{folder / 'config.py'}", "must be cachegen:1")):
+        with pytest.raises(ConfigError, match=message):
+            main(command(folder, "bad.jsonl", "config.py", "--contexts=x", f"--codec={codec}"))
+    with pytest.raises(ConfigError, match="give --contexts=FOLDER"):
+        main(command(folder, "bad.jsonl", "config.py", "--codec=cachegen:1"))
+    bad = {
+        '{"prompt": [1], "keep_context": 1}': "keep_context must be true or false",
+        '{"prompt": [1], "context": [1]}': "context must be the id of a request",
+    }
+    (folder / "requests.jsonl").write_text("\n".join(bad))
+    assert main(command(folder, "bad.jsonl", "config.py", f"--contexts={folder / 'new'}")) == 1
+    for message, result in zip(bad.values(), read(folder / "bad.jsonl"), strict=True):
+        assert message in result["error"]
