@@ -8,6 +8,7 @@ The forms differ in rounding. Where digits must not depend on the machine, fix t
 environment, or `use`.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -125,5 +126,5 @@ def as_matrix(kernel: Array | QuantizedMatrix | IndexedMatrix) -> Array:
     if isinstance(kernel, QuantizedMatrix):
         return dequantize(kernel)
     if isinstance(kernel, IndexedMatrix):
-        return jax.lax.switch(kernel.index, [lambda matrix=matrix: matrix for matrix in kernel.matrices])
+        return jax.lax.switch(kernel.index, [functools.partial(as_matrix, matrix) for matrix in kernel.matrices])
     return kernel

@@ -584,6 +584,21 @@ ffi::Error RunWeights(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
   return ffi::Error::InvalidArgument("zeros are uint8 or float32");
 }
 
+// The product with one of several matrices of one shape, that of the given index: of a layer, in a loop over layers. The
+// codes of all matrices come first, then all scales, then all zeros.
+ffi::Error RunIndexedWeights(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> index,
+                             ffi::RemainingArgs parts, ffi::ResultBuffer<ffi::F32> y, int64_t bits) {
+  const int64_t count = parts.size() / 3, at = *index.typed_data();
+  if (at < 0 || at >= count) return ffi::Error::InvalidArgument("no such matrix");
+  const auto codes = parts.get<ffi::Buffer<ffi::U8>>(at);
+  const auto scale = parts.get<ffi::Buffer<ffi::F32>>(count + at);
+  const auto zero = parts.get<ffi::AnyBuffer>(2 * count + at);
+  if (!codes.has_value()) return codes.error();
+  if (!scale.has_value()) return scale.error();
+  if (!zero.has_value()) return zero.error();
+  return RunWeights(pool, x, *codes, *scale, *zero, y, bits);
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxCodedVectors, RunVectors,
@@ -624,5 +639,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxCodedWeights, RunWeights,
                                   .Arg<ffi::Buffer<ffi::U8>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("bits"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxIndexedCodedWeights, RunIndexedWeights,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("bits"));

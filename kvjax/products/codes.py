@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -134,6 +134,25 @@ def weights_product(x: Array, codes: Array, scale: Array, zero: Array, bits: int
     result = jax.ShapeDtypeStruct((x.shape[0], codes.shape[-1]), jnp.float32)
     call = jax.ffi.ffi_call(native.CODED_WEIGHTS, result, vmap_method="sequential")
     y: Array = call(x.astype(jnp.float32), codes, scale.astype(jnp.float32), zero, bits=np.int64(bits))
+    return y
+
+
+def indexed_weights_product(
+    x: Array, index: Array, codes: Sequence[Array], scales: Sequence[Array], zeros: Sequence[Array], bits: int
+) -> Array:
+    """Multiplies rows by one of several matrices of one shape; see `weights_product`.
+
+    Args:
+      x: [rows, in], at most 64 rows.
+      index: int32, of the matrix.
+      codes: of each matrix.
+      scales: float32, of each.
+      zeros: of each.
+      bits: of a code.
+    """
+    result = jax.ShapeDtypeStruct((x.shape[0], codes[0].shape[-1]), jnp.float32)
+    call = jax.ffi.ffi_call(native.INDEXED_CODED_WEIGHTS, result, vmap_method="sequential")
+    y: Array = call(x.astype(jnp.float32), index, *codes, *scales, *zeros, bits=np.int64(bits))
     return y
 
 

@@ -13,7 +13,7 @@ ATTEND = "kvjax_attend"  # see attend.cc
 # The same for one of several layers, whose index is an operand.
 INDEXED_PRODUCT, INDEXED_SLOTS, INDEXED_ATTEND = "kvjax_indexed_product", "kvjax_indexed_slots", "kvjax_indexed_attend"
 CODED_VECTORS, CODED_WEIGHTS = "kvjax_coded_vectors", "kvjax_coded_weights"  # see codes.cc
-INDEXED_CODED_VECTORS = "kvjax_indexed_coded_vectors"
+INDEXED_CODED_VECTORS, INDEXED_CODED_WEIGHTS = "kvjax_indexed_coded_vectors", "kvjax_indexed_coded_weights"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,7 @@ LIBRARIES = (
             (CODED_VECTORS, "KvjaxCodedVectors"),
             (INDEXED_CODED_VECTORS, "KvjaxIndexedCodedVectors"),
             (CODED_WEIGHTS, "KvjaxCodedWeights"),
+            (INDEXED_CODED_WEIGHTS, "KvjaxIndexedCodedWeights"),
         ),
     ),
 )

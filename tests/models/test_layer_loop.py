@@ -223,11 +223,24 @@ def test_a_state_in_stacks_is_read_like_any_other():
         looped.state.layers[LAYERS]
 
 
-@pytest.mark.sampled(0)
-def test_quantised_weights_are_not_indexed():
+@pytest.mark.parametrize("width", [30, 100])
+def test_quantised_weights_run_as_a_loop(width):
+    """By codes for few rows; for many, the codes of a layer are copied and decoded."""
     model = kvjax.quantize_weights(tiny(layers=LAYERS).model, 4, group=8)
-    made = kvjax.generate(model, TOKENS, SPECS["h2o"], max_new_tokens=4)
-    assert made.layout.runs == ()
+
+    def run():
+        return kvjax.generate(model, random_tokens(2, width), SPECS["h2o"], max_new_tokens=4)
+
+    looped = run()
+    assert looped.layout.runs == (LayerRun(0, LAYERS),)
+    assert_equal(looped, unrolled(run))
+
+
+def test_quantised_weights_that_are_converted_are_unrolled():
+    own = tiny(layers=LAYERS)
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), own.params)
+    model = kvjax.quantize_weights(kvjax.Model(own.model.config, params), 4, group=8)
+    assert prefill(model, TOKENS, SPECS["h2o"], max_new_tokens=4).layout.runs == ()
 
 
 def test_a_state_in_stacks_is_decoded_where_loops_may_not_run():

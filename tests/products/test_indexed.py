@@ -1,5 +1,7 @@
 """kvjax's own products with one of several layers, against those with the layer alone: equal to the bit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 from kvjax.numerics import stack_slices
 from kvjax.products import IndexedMatrix, native, product
 from kvjax.products.codes import Affine, codes_product
+from kvjax.products.indexed import can_index
+from kvjax.products.quantized import quantize
 from kvjax.products.used_slots import attend_slots, slots_product
 
 LAYERS = 3
@@ -15,7 +19,7 @@ LAYERS = 3
 
 @pytest.fixture(autouse=True)
 def _built():
-    for target in (native.INDEXED_PRODUCT, native.ATTEND, native.CODED_VECTORS):
+    for target in (native.INDEXED_PRODUCT, native.ATTEND, native.CODED_VECTORS, native.CODED_WEIGHTS):
         if reason := native.load(target):
             pytest.skip(reason)
 
@@ -35,10 +39,34 @@ def test_a_matrix_is_the_one_of_its_index(dtype, rows, index, monkeypatch):
     np.testing.assert_array_equal(made, product(x, matrices[index]))
 
 
+@pytest.mark.parametrize("zero", [jnp.uint8, jnp.float32])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_a_quantised_matrix_is_the_one_of_its_index(bits, rows, zero, monkeypatch):
+    monkeypatch.setattr("kvjax.products.choice._Process.setting", "native")
+    x = normal(rows, 32)
+    matrices = tuple(quantize(normal(32, 11, seed=seed), bits, 8, jnp.float32) for seed in range(LAYERS))
+    matrices = tuple(dataclasses.replace(each, zero=each.zero.astype(zero)) for each in matrices)
+    for index in range(LAYERS):
+        made = jax.jit(product)(x, IndexedMatrix(matrices, jnp.int32(index)))
+        np.testing.assert_array_equal(made, jax.jit(product)(x, matrices[index]))
+
+
+def test_a_quantised_matrix_with_an_order_or_other_scales_is_no_operand():
+    made = quantize(normal(32, 11), 4, 8, jnp.float32)
+    assert can_index(made)
+    assert not can_index(dataclasses.replace(made, order=jnp.arange(32)))
+    assert not can_index(quantize(normal(32, 11), 4, 8, jnp.bfloat16))
+    assert not can_index(quantize(normal(2, 32, 11), 4, 8, jnp.float32))
+
+
 def test_an_index_out_of_bounds_is_an_error():
     matrices = tuple(normal(4, 4) for _ in range(LAYERS))
     with pytest.raises(Exception, match="out of range"):
         jax.block_until_ready(product(normal(1, 4), IndexedMatrix(matrices, jnp.int32(LAYERS))))
+    coded = tuple(quantize(normal(8, 4), 4, 8, jnp.float32) for _ in range(LAYERS))
+    with pytest.raises(Exception, match="no such matrix"):
+        jax.block_until_ready(product(normal(1, 8), IndexedMatrix(coded, jnp.int32(LAYERS))))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
