@@ -173,6 +173,7 @@ def test_the_merge_adds_what_is_evicted(page):
     np.testing.assert_allclose(folded.value, expected, rtol=1e-6)
 
 
+@pytest.mark.sampled(0)
 def test_the_reference_notices(page):
     """A score that is not the definition's keeps other slots; so do another budget and another scope."""
     differences, loudest, by_definition = (page[name] for name in ("differences", "loudest", "by_definition"))

@@ -75,7 +75,7 @@ def test_kvjax_imports_nothing_that_takes_long(tmp_path):
     assert "xla_cpu_disable_loop_unrolling" in done.stdout and not found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "program",
     [
@@ -115,6 +115,7 @@ def test_names_that_are_not_there():
     assert not hasattr(kvjax, "__wrapped__")
 
 
+@pytest.mark.sampled(0)
 def test_a_pickle_is_read_where_kvjax_is_not_imported(tmp_path):
     spec = kvjax.CacheSpec(kvjax.policies.h2o(0.2), kvjax.storage.int8(), kvjax.selection.everything())
     (tmp_path / "spec").write_bytes(pickle.dumps(spec))
@@ -123,6 +124,7 @@ def test_a_pickle_is_read_where_kvjax_is_not_imported(tmp_path):
     assert done.stdout.strip() == spec.name
 
 
+@pytest.mark.sampled(0)
 def test_threads_that_use_their_first_names_at_once(tmp_path):
     """Each import is finished before another thread's begins: jax's modules import each other."""
     program = """

@@ -136,6 +136,7 @@ def test_one_thread_of_one_process_at_a_time(tmp_path):
     assert most == [1] * 5
 
 
+@pytest.mark.sampled(0)
 def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path):
     context = multiprocessing.get_context("spawn")
     begun = context.Event()

@@ -280,6 +280,7 @@ def test_slots_in_a_code_and_slots_that_are_not_read():
         np.testing.assert_allclose(missed.mass[0, row, head, t], expected, atol=1e-5)
 
 
+@pytest.mark.sampled(0)
 def test_texts_of_many_lengths_share_their_programs():
     arguments = {"prompt_length": 20, "top": 5}
     policy = policies.h2o(budget=9)

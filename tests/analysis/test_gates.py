@@ -66,6 +66,7 @@ def test_gates_of_zero_and_one_are_a_split_cache():
     assert np.abs(full.logprobs - expected.logprobs).max() > 1e-2
 
 
+@pytest.mark.sampled(0)
 def test_the_loss_and_its_gradient():
     model = tiny(layers=3).model
     share = jnp.asarray(np.random.default_rng(1).uniform(0.2, 0.9, (3, 2)), jnp.float32)

@@ -37,6 +37,7 @@ def one_by_one(position, stays, in_order):
     return made
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_order", [False, True])
 def test_places(in_order):
     random = np.random.default_rng(0)

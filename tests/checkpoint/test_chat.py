@@ -277,6 +277,7 @@ def test_what_is_no_template(template, folder, tmp_path):
         loaded(tmp_path).apply_chat_template(TALK)
 
 
+@pytest.mark.sampled(0)
 def test_a_template_that_spins_is_not_rendered_when_it_is_loaded(folder, tmp_path):
     spin = "{{ 9**(9**9) }}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     own = loaded(named_folder(folder, tmp_path, spin, default=spin, rag=spin))

@@ -109,6 +109,7 @@ def test_of_equal_logits_the_lowest_id_is_greedy():
     assert [bool(score_logits(logits, jnp.array([t]))[1][0]) for t in range(4)] == [False, True, False, False]
 
 
+@pytest.mark.sampled(0)
 def test_many_lengths_compile_few_programs():
     """1,000 choices: one program for prompts and one for each bucket of choices."""
     model, spec, limits = tiny(layers=1).model, policies.full(), Limits(prompt=32, new_tokens=32)

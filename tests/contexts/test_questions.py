@@ -56,6 +56,7 @@ def test_a_copy_is_the_cache_of_a_text_that_goes_on(name):
             np.testing.assert_array_equal(generate(model, text, spec, max_new_tokens=5).tokens[0], answer)
 
 
+@pytest.mark.sampled(0)
 def test_many_questions_about_contexts_of_any_lengths():
     """In the order they are asked, as many at a time as there are rows."""
     model = tiny(layers=1).model

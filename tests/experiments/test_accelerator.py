@@ -150,6 +150,7 @@ def test_a_digest_is_of_the_code(monkeypatch, tmp_path):
     assert len(seen) == 4 and accelerator.digest() in seen
 
 
+@pytest.mark.sampled(0)
 def test_killed_in_the_middle_it_goes_on(fake):
     """Nothing tells the parent that it ends; its child ends too, and a second call has what was measured."""
     plan = fakes("first", "hang", "last")

@@ -81,6 +81,7 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.thorough
 def test_killed_and_begun_again(folder, capsys):
     """Results are those of generate; after a kill the program goes on, and the file is the same byte for byte."""

@@ -64,6 +64,7 @@ def bench(tmp_path, *arguments: str) -> list[dict]:
     return result[arguments[0]]
 
 
+@pytest.mark.sampled(0)
 def test_swap(tmp_path):
     (row,) = bench(tmp_path, "swap", "--policies=full", "--context=40", "--batch=2", "--against=none")
     assert row["rows"] == 2 and row["row MB"] > 0
@@ -113,6 +114,7 @@ def test_layers_of_a_random_model_differ():
     assert (others[0] != others[1]).any()
 
 
+@pytest.mark.sampled(0)
 def test_decode_with_quantised_weights(tmp_path):
     rows = bench(tmp_path, "decode", "--against=none", "--policies=h2o", "--weights=int8", "--batch=2", "--context=20")
     exact, coded = ({row["side"]: row for row in rows}[side] for side in ("h2o", "h2o, weights int8"))
@@ -120,6 +122,7 @@ def test_decode_with_quantised_weights(tmp_path):
     assert any(row["side"].startswith("limit of h2o, weights int8: ") for row in rows)
 
 
+@pytest.mark.sampled(0)
 def test_products(tmp_path, capsys):
     rows = bench(tmp_path, "products", "--against=none", "--batch=3")
     assert {row["matrices"] for row in rows} == {
@@ -261,6 +264,7 @@ def test_policies(tmp_path, monkeypatch):
     assert rows[0]["times h2o"] == 1.0
 
 
+@pytest.mark.sampled(0)
 def test_storages(tmp_path, monkeypatch):
     made = storages.combinations(64)
     assert set(made) >= {"h2o, dense", "h2o, int8", "full, quest", "full, optimal"}
@@ -522,6 +526,7 @@ def test_the_break_even_length_by_hand():
     assert speculate.break_even([100], [1.0], [2.0]) is None
 
 
+@pytest.mark.sampled(0)
 def test_serve(tmp_path):
     arguments = ("--requests=9", "--batch=2", "--context=12", "--policies=window", "--budget=0.5", "--rounds=1")
     rows = {row["side"]: row for row in bench(tmp_path, "serve", *arguments)}

@@ -259,6 +259,7 @@ def test_compiled_programs_are_kept(cache_settings, tmp_path, monkeypatch):
         folder(f"--compilation_cache={tmp_path}/file/x")
 
 
+@pytest.mark.sampled(0)
 def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
     program = (
         "import sys, jax\n"

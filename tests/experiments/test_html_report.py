@@ -51,6 +51,7 @@ def test_a_page_asks_no_network_for_anything():
     assert "default-src 'none'" in page()
 
 
+@pytest.mark.sampled(0)
 def test_a_run_writes_it_whole(small, tmp_path):
     small.repeats = 0
     folder = run.run(small, command="the command")

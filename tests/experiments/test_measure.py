@@ -22,7 +22,7 @@ SPECS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.filterwarnings("ignore:budget 0.* leaves")
 @pytest.mark.parametrize("name", SPECS)
 def test_footprint_and_share_read_are_those_of_a_record(name):

@@ -56,7 +56,7 @@ def test_experiments_without_their_extra(run):
     assert done.returncode == 1 and done.stderr == f"error: {message}\n"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("texts", [[], ["--config.texts={folder}/absent"], ["--config.texts={folder}/short.txt"]])
 def test_training_without_texts(run, texts, tmp_path):
     (tmp_path / "short.txt").write_text("Two words.")

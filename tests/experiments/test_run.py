@@ -129,6 +129,7 @@ def test_many_caches_with_recall_tasks_have_a_row_each(monkeypatch):
     assert [bar.get_width() for bar in right.containers[0]] == [100.0] * 6
 
 
+@pytest.mark.sampled(0)
 def test_ctrl_c_ends_a_compiling_run_with_one_line(tmp_path):
     command = [sys.executable, "-m", "experiments.run", "--config=h2o_tiny", f"--config.output={tmp_path / 'out'}"]
     process = subprocess.Popen(
@@ -378,7 +379,7 @@ def test_a_storage_is_calibrated_by_a_story_or_by_a_file(small, tmp_path):
     assert np.abs(by_file.logprobs - exact.logprobs).max() > 1e-4
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("held", ["low_rank(key_rank=2, value_rank=3)", "cskv(rank=4, window=4)"])
 def test_training_a_calibration(small, tmp_path, monkeypatch, held, capsys):
     """Its loss falls, and it is saved with what was done."""

@@ -268,6 +268,7 @@ def test_contents_of_files_and_other_code(small, calls, tmp_path, monkeypatch, c
 HELPER = "from kvjax.policies import window\n\ndef kept(budget):\n    return window(budget=budget, sinks=0)\n"
 
 
+@pytest.mark.sampled(0)
 def test_what_an_own_file_imports_is_a_part_of_it(small, calls, tmp_path):
     """An edit of the file, or of one beside it that it imports, is another result, computed by the new code."""
     mine, helper = tmp_path / "mine.py", tmp_path / "pack" / "helper.py"

@@ -252,6 +252,7 @@ def test_results_without_a_page_are_linked_themselves(command, small):
     assert f"{pages[0].stem}.json" in links and pages[1].name in links
 
 
+@pytest.mark.sampled(0)
 def test_a_run_says_what_it_does(small, monkeypatch, capsys):
     entered, enter = [], stages.Stages.enter
 

@@ -119,7 +119,7 @@ def test_windows_with_recall_material_have_none_that_evaluations_ask_for(config,
     assert 12 < sum(mixed) < 52
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize("objective", ["replay", "replay_share", "distill", "answer", "prompt_eviction"])
 def test_objectives_lower_their_losses(config, objective, monkeypatch):

@@ -247,6 +247,7 @@ def called():
 """
 
 
+@pytest.mark.sampled(0)
 def test_a_cache_without_a_gradient_is_refused_and_leaves_nothing(config, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     config.storage = f"{tmp_path / 'own.py'}:called"

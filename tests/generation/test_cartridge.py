@@ -62,6 +62,7 @@ def test_the_gradient_is_that_of_finite_differences():
         np.testing.assert_allclose((ends[0] - ends[1]) / (2 * step), slope, rtol=2e-2, atol=2e-4)
 
 
+@pytest.mark.sampled(0)
 def test_the_loss_falls_and_is_that_of_the_scores():
     made, model = compacted(), MODEL()
     # Scores of what was fitted, and of what was trained, by decoding token by token.

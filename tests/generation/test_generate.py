@@ -255,6 +255,7 @@ def test_what_cannot_sample_is_refused(options):
         generate(H2O, **options)
 
 
+@pytest.mark.sampled(0)
 def test_ranks_and_not_the_text_stretch_rope():
     """RoPE whose frequencies follow the length: in a cache of 13 slots a text of 60 tokens is short."""
     model = tiny(layers=1).model

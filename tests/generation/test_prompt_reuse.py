@@ -177,6 +177,7 @@ def test_a_rope_that_depends_on_what_is_to_come_and_arrays_of_numpy_are_not_shar
     np.testing.assert_array_equal(made.tokens, run(dataclasses.replace(model, config=config), policies.h2o(0.5)).tokens)
 
 
+@pytest.mark.sampled(0)
 def test_a_skew_and_a_calibration_are_those_of_the_second_model():
     """They are parameters of the cache: prompts are shared between models that differ in nothing else."""
     model = tiny().model
@@ -191,11 +192,13 @@ def test_a_skew_and_a_calibration_are_those_of_the_second_model():
     assert not np.array_equal(plain.record.positions, expected.record.positions)
 
 
+@pytest.mark.sampled(0)
 def test_init_makes_parameters_alone():
     config = tiny().model.config
     assert set(Decoder(config).init(jax.random.key(0), TOKENS[:1])) == {"params"}
 
 
+@pytest.mark.sampled(0)
 def test_prompts_in_blocks_and_gradients_are_not_shared():
     model = tiny().model
     with kvjax.reuse_prompts(ROOM) as store:

@@ -84,7 +84,7 @@ def extended(model):
         score_prefilled(model, begun, [[row[: 1 + length % 9], row] for row in tokens(length)])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("work", [generate, generate_lists, score, score_prompts, choices, serve, extended])
 def test_thirty_lengths_compile_few_programs(work):
     """A prefill for each bucket of prompts, a loop that decodes, and small ones that do not depend on lengths."""

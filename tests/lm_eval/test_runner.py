@@ -106,6 +106,7 @@ def test_windows_do_not_depend_on_their_prompt_if_the_cache_does_not_change():
     np.testing.assert_allclose(got, [alone(FULL, each).sum() for each in windows], atol=1e-4)
 
 
+@pytest.mark.sampled(0)
 def test_windows_under_a_cache_that_changes():
     """The first half is the prompt, and the rest is fed one token at a time."""
     rng = np.random.default_rng(2)
@@ -134,6 +135,7 @@ def test_texts():
     assert [len(row) for row in runner().texts(contexts, new_tokens=10, ended=lambda row: len(row) >= 1)] == [1] * 6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", [policies.full(), policies.h2o(0.5, recent=2)])
 def test_rows_that_are_padding_fail_in_nothing(policy):
     """Not in token 0, of which the model makes NaN, nor for a budget of which a row of one token leaves too little."""
@@ -147,6 +149,7 @@ def test_rows_that_are_padding_fail_in_nothing(policy):
     np.testing.assert_array_equal(np.stack(answers[0][1]), np.stack(answers[1][1]))
 
 
+@pytest.mark.sampled(0)
 def test_a_thousand_lengths_run_a_few_programs():
     """A program for each bucket of contexts, here 16 and 20 tokens, and of choices, which feed 0 or 8 tokens."""
     rng = np.random.default_rng(4)

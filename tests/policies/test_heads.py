@@ -120,6 +120,7 @@ def test_random_draws_by_the_model_s_own_heads():
 PROMPT = random_tokens(2, 40, seed=3)
 
 
+@pytest.mark.sampled(0)
 def test_what_is_streamed_is_not_held():
     policy = policies.duo_attention(HALF, sinks=2, recent=5)
     limits = Limits(prompt=40, new_tokens=21)

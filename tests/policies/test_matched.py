@@ -239,6 +239,7 @@ def test_queries_at_positions_after_the_prompt_fit_those_that_follow():
         assert (following < other).sum() >= 4 and np.median(following / other) < 0.6, (following, other)
 
 
+@pytest.mark.sampled(0)
 def test_a_row_by_itself_and_in_wider_arrays():
     given = arrays()
     _, whole = run(given)
@@ -322,6 +323,7 @@ def test_weights_are_seen_by_whatever_follows():
     assert np.abs(other - stepped).max() > 0.1
 
 
+@pytest.mark.sampled(0)
 def test_room_for_the_prompt_changes_nothing():
     model = tiny("gqa", 0, layers=2).model
     tokens = random_tokens(2, 340, seed=3)[:, :30]

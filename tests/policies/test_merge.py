@@ -201,6 +201,7 @@ def test_more_room_than_tokens_merges_nothing():
     np.testing.assert_array_equal(merged, plain)
 
 
+@pytest.mark.sampled(0)
 def test_a_row_alone():
     """In arrays of another size, under a policy that follows attention."""
     policy = policies.h2o(0.5, merge=policies.d2o())

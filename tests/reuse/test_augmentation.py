@@ -75,6 +75,7 @@ def test_embeddings_of_tokens_are_these_tokens(model):
     np.testing.assert_array_equal(decoder.enter(ids, block), decoder.enter(embedded, block))
 
 
+@pytest.mark.sampled(0)
 def test_rows_do_not_depend_on_each_other_and_old_slots_do_not_change(model):
     made, before = random_coprocessor(model, 5), prefilled(model, room=24)
     augmented = reuse.augment(model, before, made)  # arrays grow
@@ -142,6 +143,7 @@ def test_refusals(model, tmp_path):
         training.train_coprocessor(model, made, TOKENS, ahead=20)
 
 
+@pytest.mark.sampled(0)
 def test_the_loss_is_that_of_augmented_contexts(model):
     made = random_coprocessor(model, 3)
     at = np.array([[3, 12], [1, 4], [16, 2]], np.int32)
@@ -164,6 +166,7 @@ def test_points_leave_room_for_what_follows():
     assert drawn.min() == 1 and drawn.max() == 8
 
 
+@pytest.mark.sampled(0)
 def test_gradients_are_those_of_differences():
     model = model_of()
     made = random_coprocessor(model, 2)
@@ -182,6 +185,7 @@ def test_gradients_are_those_of_differences():
     )
 
 
+@pytest.mark.sampled(0)
 def test_training_lowers_the_loss_and_files_have_what_was_trained(model, tmp_path):
     texts = np.tile(TOKENS[:1, :8], (2, 3))
     made = training.train_coprocessor(

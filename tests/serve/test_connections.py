@@ -305,6 +305,7 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
 def test_a_process_that_hangs_is_ended(signals):
     child = subprocess.Popen(

@@ -192,6 +192,7 @@ def test_what_is_refused():
     assert kvjax.serve.Request(tokens=[4], max_new_tokens=1).priority == 0
 
 
+@pytest.mark.sampled(0)
 def test_a_more_urgent_prompt_overtakes_one_whose_blocks_are_run():
     """Its blocks come first, and those of the other one go on afterwards; no more than two prompts hold a cache."""
     options = {"prefill_block": 8, "turn_tokens": 8, "swap_bytes": 0}
@@ -223,6 +224,7 @@ def test_a_more_urgent_prompt_overtakes_one_whose_blocks_are_run():
         np.testing.assert_array_equal(one.logprobs, two.logprobs)
 
 
+@pytest.mark.sampled(0)
 def test_a_prompt_that_has_begun_takes_a_row_when_it_ends():
     """Also where a less urgent one is ready and would be the next."""
     options = {"prefill_block": 8, "turn_tokens": 8}

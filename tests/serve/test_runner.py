@@ -147,6 +147,7 @@ def test_no_program_is_compiled_after_the_first_requests():
     assert not compiled
 
 
+@pytest.mark.sampled(0)
 def test_rows_are_used_and_the_host_seldom_reads():
     """Requests of all lengths are run as long as some wait, in the same memory at any time."""
     rng = np.random.default_rng(1)

@@ -441,6 +441,7 @@ def test_bytes_of_the_prefix_cache():
             given(f"--prefix-cache={wrong}")
 
 
+@pytest.mark.sampled(0)
 def test_a_flood_leaves_others_their_share(model):
     """Forty threads of one client, and one of another: a key, or neither of them with any."""
 
@@ -620,6 +621,7 @@ def test_an_address_of_ipv6_is_called_by_its_name(model):
             assert server.ask("GET", "/health", None, {"host": host})[0] == status
 
 
+@pytest.mark.sampled(0)
 def test_the_first_programs_are_compiled_under_every_policy():
     """Also under one that takes no prompt of a single token, and with room for one new token."""
     model = tiny().model
@@ -647,6 +649,7 @@ def chat(server, said, **body):
     return status, json.loads(content)
 
 
+@pytest.mark.sampled(0)
 def test_what_a_template_does_is_an_error_of_its_request(strange):
     deep: object = "x"
     for _ in range(900):
@@ -678,6 +681,7 @@ def test_templates_that_spin_keep_no_other_request_waiting(strange):
         assert [each.result()[0] for each in spinning] == [400] * 6
 
 
+@pytest.mark.sampled(0)
 def test_clients_that_have_gone_leave_no_template_waiting(strange):
     talk = json.dumps({"messages": [{"role": "user", "content": "spin"}]}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -691,6 +695,7 @@ def test_clients_that_have_gone_leave_no_template_waiting(strange):
         assert time.monotonic() - began < 15
 
 
+@pytest.mark.sampled(0)
 def test_the_end_of_a_server_waits_for_no_template(strange, monkeypatch):
     monkeypatch.setattr(sandbox, "SHARED", sandbox.Sandbox(processor_seconds=WAIT, seconds=WAIT))
     with ThreadPoolExecutor(4) as pool:

@@ -282,6 +282,7 @@ def held_bytes(layer: LayerKV, row: int, head: int) -> list[bytes]:
     return found
 
 
+@pytest.mark.sampled(0)
 def test_a_row_alone_is_the_row_in_a_batch():
     """Byte for byte, though other rows fill their blocks at other steps."""
     row = 1
@@ -320,6 +321,7 @@ def test_channels_are_the_reference(bits, group, dim, dtype):
     np.testing.assert_array_equal(back[2], 0)
 
 
+@pytest.mark.sampled(0)
 def test_gradients_pass_straight_through():
     """The same outputs, and gradients of all that is read: the prompt's keys and values in blocks too."""
     prompt, decode = random(1)

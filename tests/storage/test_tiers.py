@@ -280,6 +280,7 @@ def test_gradients_pass_straight_through():
         assert np.all(size[real] > 0) and np.all(size[~real] == 0), "what was evicted has a gradient too"
 
 
+@pytest.mark.sampled(0)
 def test_a_row_alone_is_the_row_in_a_batch():
     """Byte for byte, in tiers of other sizes."""
     row, held = 1, HELD["balanced"]

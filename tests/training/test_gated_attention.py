@@ -58,7 +58,7 @@ def test_it_is_the_cache(retention, relax, gate):
     assert np.abs(full.logprobs - expected.logprobs).max() > 1e-2
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("relax", ["soft", "decay", "mask"])
 def test_gradients_of_relaxations(relax):
     """Against a difference along a random direction."""

@@ -37,6 +37,7 @@ def layer_inputs(model):
     return inputs
 
 
+@pytest.mark.sampled(0)
 def test_next_tokens_are_those_of_a_trained_calibration():
     """The loss is that of `learned` with the calibration of the same gates, token by token."""
     gate = policies.MlpGate(4)

@@ -48,6 +48,7 @@ def test_parts_are_equal_each_time(name, tmp_path):
     assert not entry.published.rows or len({tuple(row) for row in entry.published.rows}) == 1
 
 
+@pytest.mark.sampled(0)
 def test_an_entry_from_the_command_line(tmp_path, monkeypatch, capsys):
     for file in TEXTS.values():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
