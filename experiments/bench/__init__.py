@@ -72,7 +72,7 @@ per second, relative to a copy; a shape that fits in the processor's cache can e
 without statistics, attention with statistics, and the step; --implementation compares a single one with XLA.
 first_use: processes without compiled programs, and second processes that find all of them: imports, --help, a first
 generate of kvjax-tiny under --policies and of random LLaMAs of 6 and 30 layers, eight budgets of h2o; CPU and wall
-seconds of the call and of the whole process, compared with transformers; about five minutes per round.
+seconds of the call and of the whole process, compared with transformers and kvpress; about five minutes per round.
 gguf: prompts and decoding steps of a GGUF file (--model): kvjax with the codes of the file, under a full cache and each
 policy, and llama.cpp with its defaults (8-bit activations, a float16 cache).
 lm_eval: --model (default kvjax-tiny) in lm-evaluation-harness, on --questions of the multiple-choice tasks in --data,

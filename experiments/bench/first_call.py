@@ -15,7 +15,7 @@ class Call(NamedTuple):
     """The work of a process.
 
     Attributes:
-      side: ``kvjax`` or ``transformers``.
+      side: ``kvjax``, ``transformers``, or ``kvpress``, under its SnapKV press and the first budget.
       model: a folder, or a name that `kvjax.load` knows.
       policy: a name; ``razor_attention`` keeps the first KV head of every layer whole.
       budgets: of the policy; each is another run.
@@ -96,9 +96,14 @@ def transformers_run(call: Call) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(call.model).eval()
     torch.manual_seed(0)
     ids = torch.randint(5, model.config.vocab_size, (call.batch, call.prompt))
+    compressed: Any = contextlib.nullcontext
+    if call.side == "kvpress":
+        import kvpress
+
+        compressed = kvpress.SnapKVPress(compression_ratio=1 - call.budgets[0])
 
     def run() -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), compressed(model):
             model.generate(ids, max_new_tokens=call.tokens, min_new_tokens=call.tokens, do_sample=False)
 
     return run

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from absl import flags
 
 import kvjax
 from experiments.bench import contestants
-from experiments.bench.decode import names_of_peers
+from experiments.bench.decode import interpreters, names_of_peers
 from experiments.bench.first_call import Call
 from experiments.peers import child_environment
 from kvjax.errors import ConfigError
@@ -67,12 +68,14 @@ class Process(NamedTuple):
       side: who does it.
       arguments: of the interpreter.
       cache: name of the cache folder, which processes with the same name share; None = a new folder.
+      python: the interpreter; None = this one.
     """
 
     work: str
     side: str
     arguments: tuple[str, ...]
     cache: str | None = None
+    python: str | None = None
 
 
 class Taken(NamedTuple):
@@ -85,8 +88,11 @@ class Taken(NamedTuple):
 
 def check(values: flags.FlagValues) -> None:
     """Raises ConfigError if there is a peer that has no first use here."""
-    if set(names_of_peers(values.against)) - {"transformers"}:
-        raise ConfigError("first use is measured against transformers only; give --against=transformers or none.")
+    if set(names_of_peers(values.against)) - {"transformers", "kvpress"}:
+        raise ConfigError(
+            "first use is measured against transformers and kvpress only; give --against=transformers,kvpress or none."
+        )
+    interpreters(values.python)
 
 
 def run(values: flags.FlagValues) -> list[JsonObject]:
@@ -98,7 +104,9 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
         for (name, path), depth in zip(models.items(), (1, 2) if values.tiny else DEPTHS, strict=True):
             print(f"saving a LLaMA of {name}", flush=True)
             kvjax.save(contestants.random_model(deep(depth), sizes.prompt + sizes.tokens), path)
-        plan = processes(names, {TINY: TINY, **models}, names_of_peers(values.against), sizes)
+        plan = processes(
+            names, {TINY: TINY, **models}, names_of_peers(values.against), sizes, interpreters(values.python)
+        )
         taken: dict[Process, list[Taken]] = {process: [] for process in plan}
         for number in range(values.rounds):
             with tempfile.TemporaryDirectory() as caches:
@@ -116,12 +124,26 @@ def deep(layers: int) -> DecoderConfig:
     )  # fmt: skip
 
 
-def processes(policies: Sequence[str], models: dict[str, str], against: Sequence[str], sizes: Sizes) -> list[Process]:
-    """The processes, in order: the first one builds the library, of which all others have a copy."""
+def processes(
+    policies: Sequence[str],
+    models: dict[str, str],
+    against: Sequence[str],
+    sizes: Sizes,
+    pythons: Mapping[str, str] = MappingProxyType({}),
+) -> list[Process]:
+    """The processes, in order: the first one builds the library, of which all others have a copy.
+
+    Args:
+      policies: of kvjax-tiny.
+      models: a folder, or a name that `kvjax.load` knows, by the name that rows have.
+      against: peers.
+      sizes: of prompts and texts.
+      pythons: the interpreters of peers that have their own.
+    """
 
     def calling(work: str, call: Call, cache: str | None = None) -> Process:
         side = call.policy if call.side == "kvjax" else call.side
-        return Process(work, side, ("-m", CHILD, json.dumps(call._asdict())), cache)
+        return Process(work, side, ("-m", CHILD, json.dumps(call._asdict())), cache, pythons.get(side))
 
     plan = [
         Process("build the library", "kvjax", ("-c", BUILD), LIBRARY),
@@ -168,7 +190,8 @@ def measure(process: Process, caches: Path) -> Taken:
         environment.pop(name, None)
     before, began = os.times(), time.perf_counter()
     done = subprocess.run(
-        [sys.executable, *process.arguments], env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        [process.python or sys.executable, *process.arguments], env=environment, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL,
     )  # fmt: skip
     wall, after = time.perf_counter() - began, os.times()
     if done.returncode:

@@ -75,8 +75,10 @@ def test_rows_are_medians_and_compilation_is_what_the_second_time_did_without():
 
 def test_every_work_is_there_once_and_the_library_comes_first():
     plan = first_use.processes(
-        ("full", "h2o"), {first_use.TINY: first_use.TINY, "6 layers": "/a"}, ["transformers"], Sizes()
-    )
+        ("full", "h2o"), {first_use.TINY: first_use.TINY, "6 layers": "/a"}, ["transformers", "kvpress"], Sizes(),
+        {"kvpress": "/b/python"},
+    )  # fmt: skip
+    assert {each.side: each.python for each in plan if each.python} == {"kvpress": "/b/python"}
     assert len(set(plan)) == len(plan) and plan[0].cache == first_use.LIBRARY
     kept = [process for process in plan if process.cache not in (None, first_use.LIBRARY)]
     assert [process.work.split(", ")[1] for process in kept] == [
