@@ -202,6 +202,6 @@ def test_budgets_that_cannot_be_trained_are_refused(config, path, value, message
 
 
 def test_the_command_line_lists_its_own_configs():
-    known = "train_gate_recall, train_gate_tiny"
+    known = "train_gate_recall, train_gate_smollm2, train_gate_tiny"
     with pytest.raises(ConfigError, match=rf"did you mean 'train_gate_tiny'\? known configs: {known}"):
         experiments.train_gate.main(["train_gate", "--config=train_gate_tinny"])
