@@ -100,7 +100,9 @@ def transformers_run(call: Call) -> Any:
     if call.side == "kvpress":
         import kvpress
 
-        compressed = kvpress.SnapKVPress(compression_ratio=1 - call.budgets[0])
+        # The window must be shorter than the prompt.
+        window = min(64, call.prompt // 2)
+        compressed = kvpress.SnapKVPress(compression_ratio=1 - call.budgets[0], window_size=window)
 
     def run() -> None:
         with torch.inference_mode(), compressed(model):
