@@ -58,6 +58,7 @@ RUN_BY = {
 CHECKED_BY = {
     ("README.md", "text"): "tests/test_readme.py::test_the_first_example_prints_what_the_page_says",
     ("docs/index.md", "text"): "tests/test_readme.py::test_the_first_example_prints_what_the_page_says",
+    ("docs/experiments.md", "json"): "tests/experiments/test_batch.py::test_the_lines_of_the_page",
     ("docs/troubleshooting.md", "text"): "tests/test_guides.py::test_troubleshooting_messages",
     ("docs/clusters.md", "yaml"): "tests/experiments/test_sharing.py::test_the_page",
 }

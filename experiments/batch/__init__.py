@@ -15,9 +15,9 @@ the most probable token), seed (default: the config's seed, combined with the li
 
 With --contexts=FOLDER, the context after the last token of a request with "keep_context": true is kept there, and one
 of a later run, with "context": ID, continues the text of the request with that id; its prompt is what follows. The
-folder's first run decides the sizes for all: --most_new_tokens must then cover what will follow a prompt, as tokens are
-given and generated. --codec=cachegen:2, or a file that kvjax.transport.Tables.save or Transform.save has written, saves
-contexts in fewer bytes, which later answers depend on.
+first run decides the sizes for all: --most_new_tokens must cover all tokens that follow a prompt, given and generated.
+--codec=cachegen:2, or a file that kvjax.transport.Tables.save or Transform.save has written, saves contexts in fewer
+bytes; later answers depend on it.
 
 Results are written in the order of the requests, each as soon as all before it are written, one JSON object per line:
 

@@ -48,8 +48,9 @@ def define(values: flags.FlagValues) -> None:
     )
     text("codec", "form of these contexts: cachegen:LEVEL, or a file of Tables or a Transform; default: as they are")
     whole("new_tokens", None, "default max_new_tokens of a request; if not given, that of the checkpoint, or 256")
-    whole("longest_prompt", None, "largest number of tokens of a prompt; default: that of the longest in the file")
-    whole("most_new_tokens", None, "largest max_new_tokens of a request; default: the largest in the file")
+    where = "in the file, or as in the first run of --contexts"
+    whole("longest_prompt", None, f"largest number of tokens of a prompt; default: that of the longest {where}")
+    whole("most_new_tokens", None, f"most tokens that follow a prompt; default: the largest max_new_tokens {where}")
     number("temperature", "default temperature of a request; 0 takes the most probable token")
     whole("top_k", None, "default top_k of a request")
     number("top_p", "default top_p of a request")

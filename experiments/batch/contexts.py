@@ -1,29 +1,34 @@
 """Contexts of requests, in a folder: a request keeps the one after its last token, and one of a later run continues it.
 
-Each has a folder of its own, named by the id of the request that has kept it. Programs have one size for all requests,
-which the folder's first run decides: `LIMITS` holds it for later ones.
+Each is in a folder of its own, which the id of the request that has kept it names. Arrays have one size for all
+contexts, which the first run decides that keeps some: `SIZES` holds it for later ones.
 """
 
 import dataclasses
+import fcntl
+import hashlib
 import json
+import os
 import shutil
 import urllib.parse
-import zipfile
-from collections.abc import Iterable
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from experiments import results
+from experiments.batch.journal import Journal
 from experiments.batch.requests import Asked
 from kvjax.cache import Limits
 from kvjax.errors import CheckpointError, ConfigError, InputError
 from kvjax.generation.context import Context
-from kvjax.serve import Request, Runner
-from kvjax.transport import KVTC, CacheGen, Tables, Transform
+from kvjax.serve import Runner
+from kvjax.serve.prefix import room_of, text_of
+from kvjax.serve.text_stream import TextStream
+from kvjax.transport import KVTC, CacheGen, load_codec
 
-LIMITS = "limits.json"
-CHECKED = "contexts"  # the journal's note that none of the folders was there before
+SIZES, LOCK = "sizes.json", "lock"
+OWNER = "owner"  # the journal's note of a name of its run, which is also written beside the contexts that it keeps
+LONGEST = 100  # characters of an id in the name of a folder; longer ones are digests
 LEVELS = {f"cachegen:{level}": level for level in (1, 2, 3)}
 
 
@@ -41,96 +46,155 @@ def codec_of(text: str | None) -> CacheGen | KVTC | None:
     if text in LEVELS:
         return CacheGen(LEVELS[text])
     try:
-        with np.load(text) as arrays:
-            is_transform = "ratio" in arrays
-        if is_transform:
-            return KVTC(Transform.load(text))
-        tables = Tables.load(text)
-    except (OSError, ValueError, zipfile.BadZipFile, CheckpointError) as error:
-        raise ConfigError(
-            f"--codec={text!r} must be {', '.join(LEVELS)}, or a file that kvjax.transport.Tables.save or "
-            f"Transform.save has written: {error}"
-        ) from None
-    return CacheGen(tables.level, tables.delta, tables=tables)
+        return load_codec(text)
+    except CheckpointError as error:
+        raise ConfigError(f"--codec={text!r} must be {', '.join(LEVELS)}, or a file: {error}") from None
 
 
-@dataclasses.dataclass(frozen=True)
+def name_of(key: str | int) -> str:
+    """Returns the name of a request's folder; of ids that differ, "5" and 5 among them, the names differ."""
+    text = json.dumps(key)
+    quoted = urllib.parse.quote(text, safe="")
+    return quoted if len(quoted) <= LONGEST else hashlib.sha256(text.encode()).hexdigest()
+
+
 class Contexts:
-    """The contexts of a run.
+    """The folder of a run. Use it as a context manager: the folder is locked meanwhile.
 
     Attributes:
-      folder: that holds them; None if requests neither keep nor continue any.
-      codec: in which they are saved; None = as they are.
+      limits: the sizes that the folder's first run has decided; None if there was none.
+      codec: in which contexts are saved; None = as they are.
     """
 
-    folder: Path | None
-    codec: CacheGen | KVTC | None
+    def __init__(self, folder: str, codec: CacheGen | KVTC | None) -> None:
+        """Reads the sizes.
 
-    def path(self, name: str | int) -> Path:
-        """Returns the folder of the context that a request keeps."""
-        assert self.folder is not None
-        return self.folder / ("=" + urllib.parse.quote(str(name), safe=""))
-
-    def limits(self) -> Limits | None:
-        """Returns the sizes of the folder's first run; None if there was none.
+        Args:
+          folder: of the contexts; it need not exist.
+          codec: see `Contexts`.
 
         Raises:
-          ConfigError: the file that holds them cannot be read.
+          ConfigError: the folder cannot be read or written, or another process uses it.
         """
-        if self.folder is None or not (path := self.folder / LIMITS).exists():
-            return None
+        self._shown, self._folder, self.codec = folder, Path(folder).expanduser().resolve(), codec
+        self._last: tuple[str | int, Context] | None = None
         try:
-            return Limits(**json.loads(path.read_text()))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"--contexts={folder!r} cannot be written: {error.strerror}.") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise ConfigError(f"--contexts={folder!r} is being used by another process.") from None
+        path = self._folder / SIZES
+        try:
+            self.limits = Limits(**json.loads(path.read_text())) if path.exists() else None
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from None
 
-    def begin(self, asked: Iterable[Asked], limits: Limits) -> None:
-        """Prepares the folder for the first call of a run.
+    def __enter__(self) -> "Contexts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def begin(self, asked: Sequence[Asked], limits: Limits, journal: Journal) -> None:
+        """Checks that nothing of an earlier run would be replaced, and keeps the sizes for later runs.
 
         Args:
           asked: all requests.
           limits: their sizes.
+          journal: of the run.
 
         Raises:
-          ConfigError: there is a context already of a request that keeps its own, or the folder cannot be written.
+          ConfigError: there is a context already of a request that keeps its own.
         """
-        if self.folder is None:
-            return
-        for each in asked:
-            if each.keeps and self.path(each.id).exists():
+        keeping = [each for each in asked if each.keeps]
+        if keeping and OWNER not in journal.notes:
+            journal.note(OWNER, uuid.uuid4().hex)
+        for each in keeping:
+            folder, owner = self._paths(each.id)
+            if folder.exists() and _text(owner) != journal.notes[OWNER]:
                 raise ConfigError(
-                    f"line {each.line}: --contexts={str(self.folder)!r} already has the context of a request "
-                    f"{each.id!r}; give the request another id, or another folder."
+                    f"line {each.line}: --contexts={self._shown!r} already has the context of a request {each.id!r}; "
+                    "give the request another id, or another folder."
                 )
-        if not (path := self.folder / LIMITS).exists():
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                results.write(path, json.dumps({"prompt": limits.prompt, "new_tokens": limits.new_tokens}).encode())
-            except OSError as error:
-                raise ConfigError(f"--contexts={str(self.folder)!r} cannot be written: {error.strerror}.") from None
+        if keeping and self.limits is None:
+            results.write(self._folder / SIZES, json.dumps({"prompt": limits.prompt, "new_tokens": limits.new_tokens}))
 
-    def save(self, name: str | int, context: Context, runner: Runner) -> None:
-        """Saves the context of a request, in place of what a killed call may have left.
+    def save(self, key: str | int, context: Context, runner: Runner, journal: Journal) -> None:
+        """Saves the context of a request, in place of what this run left there when it was killed.
 
-        Raises:
-          CheckpointError: it cannot be written.
-        """
-        path = self.path(name)
-        if path.exists():
-            shutil.rmtree(path)
-        runner.save_prefix(path, context, codec=self.codec)
-
-    def continued(self, each: Asked, runner: Runner) -> Request:
-        """Returns a request with the context that it continues.
+        Args:
+          key: the id of the request.
+          context: after its last token.
+          runner: that has made it.
+          journal: of the run.
 
         Raises:
-          InputError: there is none of that name.
-          CheckpointError: it cannot be read, or is of another model, cache, codec or size.
+          KvjaxError: it cannot be coded or written.
         """
-        assert each.request is not None
+        folder, owner = self._paths(key)
+        if folder.exists():
+            shutil.rmtree(folder)
+        try:
+            results.write(owner, journal.notes[OWNER])
+        except OSError as error:
+            raise CheckpointError(f"{owner} cannot be written: {error.strerror}.") from None
+        runner.save_prefix(folder, context, codec=self.codec)
+
+    def prepared(self, each: Asked, runner: Runner) -> Asked:
+        """Returns a request with the context that it continues, if it does.
+
+        Without a number of new tokens of its own, it has as many as there is room for, up to the default.
+
+        Raises:
+          InputError: there is no context of that name, or no room in it; or a prompt is longer than those of the
+            folder's first run.
+          CheckpointError: the context cannot be read, or is of another model, cache, codec or size.
+        """
+        request = each.request
+        assert request is not None
         if each.continues is None:
-            return each.request
-        path = self.path(each.continues)
-        if not path.exists():
-            raise InputError(f"--contexts={str(self.folder)!r} has no context of a request {each.continues!r}.")
-        return dataclasses.replace(each.request, prefix=runner.load_prefix(path, codec=self.codec))
+            if self.limits is not None and len(request.tokens) > self.limits.prompt:
+                raise InputError(
+                    f"the prompt has {len(request.tokens)} tokens, and those of --contexts={self._shown!r} have at "
+                    f"most {self.limits.prompt}, as its first run has decided; give another folder, and "
+                    "--longest_prompt."
+                )
+            return each
+        context = self._loaded(each.continues, runner)
+        room = room_of(context, runner.prompts.limits.new_tokens) - len(request.tokens) - request.keep_context
+        new = min(request.max_new_tokens, max(room, 1)) if each.uses_default else request.max_new_tokens
+        if new > room:
+            raise InputError(
+                f"{len(request.tokens)} tokens and {new} new ones do not fit behind the context of {each.continues!r}: "
+                f"there is room for {max(room + len(request.tokens), 0)}. A folder that is begun with a larger "
+                "--most_new_tokens has more."
+            )
+        request, text = dataclasses.replace(request, prefix=context, max_new_tokens=new), None
+        if each.text is not None and (tokenizer := runner.model.tokenizer) is not None:
+            # A character may begin in the context.
+            text = TextStream(tokenizer, each.stops, prompt=[*text_of(context).tolist(), *request.tokens])
+            request = dataclasses.replace(request, until=text.take)
+        return dataclasses.replace(each, request=request, text=text)
+
+    def _loaded(self, key: str | int, runner: Runner) -> Context:
+        """Returns a context; the last one is held, for the requests about it, which come one after the other."""
+        if self._last is None or self._last[0] != key or type(self._last[0]) is not type(key):
+            folder, _ = self._paths(key)
+            if not folder.exists():
+                raise InputError(f"--contexts={self._shown!r} has no context of a request {key!r}.")
+            self._last = key, runner.load_prefix(folder, codec=self.codec)
+        return self._last[1]
+
+    def _paths(self, key: str | int) -> tuple[Path, Path]:
+        """Returns the folder of a context, and the file that says which run has written it."""
+        name = name_of(key)
+        return self._folder / name, self._folder / f"{name}.{OWNER}"
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None

@@ -4,7 +4,8 @@ An answer depends neither on the order nor on the groups: the runner finds only 
 those that it would compute.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from experiments.batch.requests import Asked
@@ -15,7 +16,7 @@ class Ordered(NamedTuple):
     """Requests in the order in which they run.
 
     Attributes:
-      asked: the requests; first those that are no valid requests.
+      asked: the requests; first those that are no valid requests, last those that continue a context.
       about: one line on what they share; empty if they share nothing.
     """
 
@@ -31,7 +32,8 @@ def in_groups(asked: Sequence[Asked], vocab_size: int) -> Ordered:
       vocab_size: the number of token ids.
     """
     others, valid, prompts, new_tokens = list[Asked](), list[Asked](), list[list[int]](), list[int]()
-    for each in asked:
+    first, last = by_context(asked)
+    for each in first:
         request = each.request
         tokens = [] if request is None else list(request.tokens)
         if request is None or not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
@@ -43,10 +45,24 @@ def in_groups(asked: Sequence[Asked], vocab_size: int) -> Ordered:
         new_tokens.append(wanted if isinstance(wanted, int) else 0)
     found = prefix_groups(prompts, new_tokens)
     if not found.saved:
-        return Ordered([*asked], "")
+        return Ordered([*first, *last], "")
     count, total = sum(group.prefix > 0 for group in found.groups), sum(map(len, prompts))
     about = (
         f"{count:,} {'group of prompts begins' if count == 1 else 'groups of prompts begin'} alike: {found.saved:,} of "
         f"{total:,} prompt tokens need not be computed again ({found.bound:,} with beginnings within beginnings)"
     )
-    return Ordered([*others, *(valid[number] for number in found.order())], about)
+    return Ordered([*others, *(valid[number] for number in found.order()), *last], about)
+
+
+def by_context(asked: Iterable[Asked]) -> tuple[list[Asked], list[Asked]]:
+    """Divides requests into those that begin a text, in their order, and those that continue a context.
+
+    The latter are ordered by their contexts, so that each context is read once.
+    """
+    beginning, continuing = list[Asked](), dict[str, list[Asked]]()
+    for each in asked:
+        if each.continues is None:
+            beginning.append(each)
+        else:
+            continuing.setdefault(json.dumps(each.continues), []).append(each)
+    return beginning, [each for group in continuing.values() for each in group]

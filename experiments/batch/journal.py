@@ -135,6 +135,11 @@ class Journal:
             _append(self._journal, _line(about))
             return
         if (before := json.loads(first)) != json.loads(_line(about)):
+            if not (self.written or others):
+                # A run that was refused before it had a result.
+                os.ftruncate(self._journal, 0)
+                _append(self._journal, _line(about))
+                return
             names = sorted(name for name in before.keys() | about.keys() if before.get(name) != _plain(about.get(name)))
             changed = _changed(before.get(FILES), about.get(FILES)) if FILES in names else ""
             raise ConfigError(

@@ -46,6 +46,8 @@ class Asked:
       text: makes the text of its tokens; None if the model has no tokenizer.
       error: why it cannot be answered; None if it can.
       continues: the id of the request, of an earlier run, whose context it continues; None if it begins a text.
+      stops: the texts that end it.
+      uses_default: whether it has no number of new tokens of its own.
     """
 
     index: int
@@ -55,6 +57,8 @@ class Asked:
     text: TextStream | None = None
     error: str | None = None
     continues: str | int | None = None
+    stops: tuple[str, ...] = ()
+    uses_default: bool = False
 
     @property
     def keeps(self) -> bool:
@@ -75,10 +79,8 @@ def lines(path: Path) -> list[tuple[int, bytes]]:
     return numbered(content)
 
 
-def read(
-    given: list[tuple[int, bytes]], model: Model, defaults: Defaults, *, contexts: bool = False
-) -> Iterator[Asked]:
-    """Yields the requests of lines, each with the number of its line as `Request.number`.
+def read(given: list[tuple[int, bytes]], model: Model, defaults: Defaults, *, contexts: bool = False) -> list[Asked]:
+    """Returns the requests of lines, each with the number of its line as `Request.number`.
 
     Args:
       given: from `lines`.
@@ -86,6 +88,16 @@ def read(
       defaults: what requests are that say nothing.
       contexts: whether there is a folder for contexts.
     """
+    found = [*_read(given, model, defaults, contexts)]
+    kept = {json.dumps(each.id) for each in found if each.keeps}
+    error = "the context of a request of this file is continued in another run, when it is there."
+    return [
+        Asked(each.index, each.line, each.id, None, error=error) if json.dumps(each.continues) in kept else each
+        for each in found
+    ]
+
+
+def _read(given: list[tuple[int, bytes]], model: Model, defaults: Defaults, contexts: bool) -> Iterator[Asked]:
     seen: dict[str | int, int] = {}
     for index, (number, line) in enumerate(given):
         name: str | int = number
@@ -97,8 +109,9 @@ def read(
                 raise InputError(f"id {name!r} is already used in line {seen[name]}{own}.")
             seen[name] = number
             continues = _continued(entry, contexts)
-            request, text = _request(entry, model, defaults, index)
-            yield Asked(index, number, name, request, text, continues=continues)
+            request, text, stops = _request(entry, model, defaults, index)
+            uses_default = "max_new_tokens" not in entry
+            yield Asked(index, number, name, request, text, continues=continues, stops=stops, uses_default=uses_default)
         except KvjaxError as error:
             yield Asked(index, number, name, None, error=str(error))
 
@@ -114,14 +127,17 @@ def _object(line: bytes) -> JsonObject:
 
 
 def _name(entry: JsonObject, number: int) -> str | int:
-    name = entry.get("id", number)
+    return _checked_name("id", entry.get("id", number))
+
+
+def _checked_name(field: str, name: object) -> str | int:
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise InputError(f"id must be a string or an integer; got {name!r}.")
+        raise InputError(f"{field} must be a string or an integer; got {_short(name)}.")
     if isinstance(name, str):
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise InputError(f"id {name!r} contains an unpaired surrogate.") from None
+            raise InputError(f"{field} {name!r} contains an unpaired surrogate.") from None
     return name
 
 
@@ -134,12 +150,13 @@ def _continued(entry: JsonObject, contexts: bool) -> str | int | None:
         raise InputError("context and keep_context need a folder; give --contexts=FOLDER.")
     if keeps and entry.get("stop"):
         raise InputError("keep_context needs stop_tokens in place of stop: a text may end within tokens.")
-    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
-        raise InputError(f"context must be the id of a request, a string or an integer; got {_short(name)}.")
-    return name
+    return None if name is None else _checked_name("context", name)
 
 
-def _request(entry: JsonObject, model: Model, defaults: Defaults, index: int) -> tuple[Request, TextStream | None]:
+def _request(
+    entry: JsonObject, model: Model, defaults: Defaults, index: int
+) -> tuple[Request, TextStream | None, tuple[str, ...]]:
+    """Returns a request, what makes its text, and the texts that end it."""
     if unknown := sorted(entry.keys() - set(FIELDS)):
         raise InputError(f"unknown field {unknown[0]!r}; a request may have {', '.join(FIELDS)}.")
     prompt: Any = entry.get("prompt")
@@ -168,7 +185,7 @@ def _request(entry: JsonObject, model: Model, defaults: Defaults, index: int) ->
         sampler=_sampler(entry, model, defaults), seed=seed, number=index if seed is None else None,
         keep_context=entry.get("keep_context", False), until=None if text is None else text.take,
     )  # fmt: skip
-    return request, text
+    return request, text, tuple(stops)
 
 
 def _sampler(entry: JsonObject, model: Model, defaults: Defaults) -> Sampler:

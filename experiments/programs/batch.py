@@ -1,5 +1,6 @@
 """Answers a file of requests; see `experiments.batch`."""
 
+import contextlib
 import hashlib
 import sys
 import time
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 import kvjax.products
 from experiments import fields
 from experiments.batch import groups, requests
-from experiments.batch.contexts import CHECKED, Contexts, codec_of
+from experiments.batch.contexts import Contexts, codec_of
 from experiments.batch.journal import FILES, Journal
 from experiments.batch.requests import Asked, Defaults
 from experiments.config import DataConfig, ExperimentConfig, TasksConfig
@@ -31,6 +32,8 @@ from kvjax.parallel import distributed
 from kvjax.policies.budget import MIN_SLOTS
 from kvjax.serve import Request, Result, Runner
 from kvjax.specs import user_files
+from kvjax.storage import dense
+from kvjax.transport import KVTC, CacheGen
 from kvjax.typing import JsonObject
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -54,9 +57,12 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
     check_sampling(values)
     config.data, config.baselines, config.tasks = DataConfig(num_sequences=values.rows), (), TasksConfig()
     if values.codec is not None and values.contexts is None:
-        raise ConfigError("--codec is of the contexts that are kept; give --contexts=FOLDER too.")
-    folder = Contexts(None if values.contexts is None else Path(values.contexts), codec_of(values.codec))
-    with user_files.pinned(), Journal(Path(values.output), about(config, values, given, folder)) as journal:
+        raise ConfigError("--codec says in which form contexts are kept; give --contexts=FOLDER too.")
+    codec = codec_of(values.codec)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(user_files.pinned())
+        folder = None if values.contexts is None else stack.enter_context(Contexts(values.contexts, codec))
+        journal = stack.enter_context(Journal(Path(values.output), about(config, values, given, codec)))
         if journal.written == len(given):
             print(f"{values.output} already has all {journal.written:,} results.")
             return FAILED if journal.failed else 0
@@ -64,12 +70,11 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
         model = session.model(config)
         print(describe(model, config.model), flush=True)
         most = values.new_tokens or model.generation.max_new_tokens or NEW_TOKENS
+        if folder is not None:
+            most = min(most, values.most_new_tokens or most if folder.limits is None else folder.limits.new_tokens - 1)
         defaults = Defaults(most, {name: values[name].value for name in SAMPLING})
-        asked = [*requests.read(given, model, defaults, contexts=folder.folder is not None)]
-        limits = limits_for(asked, model, values, folder.limits())
-        if CHECKED not in journal.notes:
-            folder.begin(asked, limits)
-            journal.note(CHECKED, values.contexts)
+        asked = requests.read(given, model, defaults, contexts=folder is not None)
+        limits = limits_for(asked, model, values, folder)
         config.data = DataConfig(num_sequences=values.rows, prompt_length=limits.prompt, new_tokens=limits.new_tokens)
         check_fit(config, stored=values.prefix_cache)
         if PRODUCTS in journal.notes:
@@ -80,6 +85,8 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
         with jax.default_matmul_precision(exact):
             # Requests may be short, as those of the server.
             spec = build_spec(config, MIN_SLOTS)
+            if codec is not None and spec.storage != dense():
+                raise ConfigError(f"--codec codes keys and values that are held as they are, not {spec.storage.name}.")
             runner = Runner(
                 calibrated_for(model, spec, given_calibration(config.model)), spec, rows=values.rows, limits=limits,
                 key=jax.random.key(config.seed), prefill_block=config.prefill_block or "auto",
@@ -87,9 +94,13 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
                 implementation=config.implementation,
             )  # fmt: skip
             print("\n".join(line for line in runner.explain().splitlines() if line.startswith(SHOWN)), flush=True)
+            if folder is not None:
+                folder.begin(asked, limits, journal)
             waiting, shared = [each for each in asked if each.index not in journal], ""
             if runner.prefix_store is not None:
                 waiting, shared = groups.in_groups(waiting, model.config.vocab_size)
+            elif folder is not None:
+                waiting = [each for part in groups.by_context(waiting) for each in part]
             if shared:
                 print(shared, flush=True)
             start, before = time.perf_counter(), journal.written
@@ -114,49 +125,64 @@ def check_sampling(values: flags.FlagValues) -> None:
 
 
 def about(
-    config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]], folder: Contexts
+    config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]], codec: CacheGen | KVTC | None
 ) -> JsonObject:
     """Returns the settings that results depend on."""
     used = ("model", "policy", "storage", "selection", "mesh", "rules", "prefill_block", "implementation", "seed")
-    own = ("rows", "prefix_cache", "contexts", "codec", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
+    own = ("rows", "prefix_cache", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
     # With their numbers, which are the names of requests without one.
     digest = hashlib.sha256(b"\n".join(b"%d %s" % each for each in given)).hexdigest()
     found = fields.to_dict(config)
     settings = {name: found[name] for name in used} | {f"--{name}": values[name].value for name in own}
-    # Of a file, its contents too.
-    codec = {} if folder.codec is None else {"codec": folder.codec.about()}
-    return {"requests": digest, FILES: identity.contents(config)} | codec | settings
+    kept = {} if values.contexts is None else {"--contexts": values.contexts, "--codec": values.codec}
+    if codec is not None:
+        kept["codec"] = codec.about()  # of a file, its contents too
+    return {"requests": digest, FILES: identity.contents(config)} | kept | settings
 
 
-def limits_for(asked: Sequence[Asked], model: Model, values: flags.FlagValues, before: Limits | None) -> Limits:
-    """The sizes for all requests: those of flags, of the contexts' first run, or of the largest request that fits."""
+def limits_for(asked: Sequence[Asked], model: Model, values: flags.FlagValues, folder: Contexts | None) -> Limits:
+    """The sizes for all requests: those of flags, of the contexts' first run, or of the largest request that fits.
+
+    Raises:
+      ConfigError: flags differ from the sizes of the contexts, or do not say how large these may become.
+    """
+    if folder is not None and folder.limits is not None:
+        # The last token of a context is fed too.
+        own = {"longest_prompt": folder.limits.prompt, "most_new_tokens": folder.limits.new_tokens - 1}
+        for name, value in own.items():
+            if values[name].value not in (None, value):
+                raise ConfigError(
+                    f"--{name}={values[name].value} is not that of the first run with --contexts={values.contexts!r}, "
+                    f"{value}, which all its contexts have; leave it out, or give another folder."
+                )
+        return folder.limits
+    if any(each.keeps for each in asked) and values.most_new_tokens is None:
+        raise ConfigError(
+            "give --most_new_tokens: how many tokens may follow a prompt in all, given or generated, in this run and "
+            "in those that continue its contexts."
+        )
     most = model.config.max_positions
     found: list[Request] = [each.request for each in asked if each.request is not None]
     prompts = [len(request.tokens) for request in found]
-    # Of one whose context is kept, the last token is fed too.
-    tokens = [
-        each.max_new_tokens + each.keep_context
-        for each in found
-        if isinstance(each.max_new_tokens, int) and each.max_new_tokens > 0
-    ]
+    tokens = [each.max_new_tokens for each in found if isinstance(each.max_new_tokens, int) and each.max_new_tokens > 0]
 
-    def largest(flag: int | None, earlier: int | None, sizes: list[int]) -> int:
-        return flag or earlier or min(max([1, *sizes]), most)
+    def largest(flag: int | None, sizes: list[int]) -> int:
+        return flag or min(max([1, *sizes]), most)
 
-    return Limits(
-        largest(values.longest_prompt, None if before is None else before.prompt, prompts),
-        largest(values.most_new_tokens, None if before is None else before.new_tokens, tokens),
-    )
+    following = largest(values.most_new_tokens, tokens) + (folder is not None)
+    return Limits(largest(values.longest_prompt, prompts), following)
 
 
-def answer(runner: Runner, asked: Iterator[Asked], journal: Journal, folder: Contexts, *, rows: int, name: str) -> None:
+def answer(
+    runner: Runner, asked: Iterator[Asked], journal: Journal, folder: Contexts | None, *, rows: int, name: str
+) -> None:
     """Answers requests and writes their results.
 
     Args:
       runner: answers them.
       asked: those whose results the journal does not have, in any order.
       journal: takes the results.
-      folder: takes the contexts of requests that keep theirs, and has those that others continue.
+      folder: takes the contexts of requests that keep theirs, and has those that others continue; None = no folder.
       rows: of the runner.
       name: of the file of requests, for messages.
     """
@@ -190,21 +216,31 @@ def answer(runner: Runner, asked: Iterator[Asked], journal: Journal, folder: Con
                     if each.result.error is not None:
                         refuse(own, str(each.result.error))
                         continue
-                    if each.result.context is not None:
-                        # Before the result, without which the request is answered again.
-                        folder.save(own.id, each.result.context, runner)
+                    if folder is not None and each.result.context is not None:
+                        try:
+                            # Before the result, without which the request is answered again.
+                            folder.save(own.id, each.result.context, runner, journal)
+                        except KvjaxError as error:
+                            refuse(own, str(error))
+                            continue
                     put(own, described(own, each.result))
             journal.sync(often=True)
 
 
 def submit(
-    runner: Runner, folder: Contexts, each: Asked, running: dict[int, Asked], refuse: Callable[[Asked, str], None]
+    runner: Runner,
+    folder: Contexts | None,
+    each: Asked,
+    running: dict[int, Asked],
+    refuse: Callable[[Asked, str], None],
 ) -> None:
     """Submits a request, or refuses it."""
     if each.request is None:
         return refuse(each, str(each.error))
     try:
-        running[runner.submit(folder.continued(each, runner))] = each
+        ready = each if folder is None else folder.prepared(each, runner)
+        assert ready.request is not None
+        running[runner.submit(ready.request)] = ready
     except KvjaxError as error:
         refuse(each, str(error))
 

@@ -7,8 +7,9 @@ several matrices. On other platforms layers are unrolled, as are those that shar
 
 SmolLM2-135M with a full cache in int8, 2 rows of 512 tokens, two cores of an EPYC: a first `generate` takes 9 CPU
 seconds instead of 43, a step 26 ms instead of 31. With the codes of its GGUF file as weights, under h2o, one row of
-512 tokens, two cores of another EPYC: 4 CPU seconds instead of 29. Scales of codes in another dtype than float32 would
-be converted for each product, and such layers are unrolled.
+512 tokens, two cores of another EPYC: 4 CPU seconds instead of 29. Layers with quantised weights are
+unrolled if scales are not float32, as they would be converted for each product, or if inputs have another order than
+their own, and under ``stacked``.
 
 The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare. ``KVJAX_LAYER_LOOPS=stacked`` runs
 loops on every platform: each program stacks the weights, which takes their memory twice, and XLA copies the slices of

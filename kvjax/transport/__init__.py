@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from kvjax import lazy
 
 if TYPE_CHECKING:
-    from kvjax.transport.codecs import KVTC, CacheGen
+    from kvjax.transport.codecs import KVTC, CacheGen, load_codec
     from kvjax.transport.controller import Transfer, plan_transfer
     from kvjax.transport.messages import Report, decode, encode, report
     from kvjax.transport.tables import Tables, make_tables
@@ -14,7 +14,7 @@ else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
-            "kvjax.transport.codecs": ("KVTC", "CacheGen"),
+            "kvjax.transport.codecs": ("KVTC", "CacheGen", "load_codec"),
             "kvjax.transport.controller": ("Transfer", "plan_transfer"),
             "kvjax.transport.messages": ("Report", "decode", "encode", "report"),
             "kvjax.transport.tables": ("Tables", "make_tables"),
@@ -24,5 +24,5 @@ else:
 
 __all__ = [
     "KVTC", "CacheGen", "Report", "Tables", "Transfer", "Transform", "decode", "encode", "fit_transform",
-    "make_tables", "plan_transfer", "report",
+    "load_codec", "make_tables", "plan_transfer", "report",
 ]  # fmt: skip

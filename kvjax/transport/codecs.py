@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -216,6 +217,25 @@ class KVTC(ContextCodecMixin):
         if len(self.transform.layers) != len(shape.ropes) or sizes != {shape.heads * shape.dim}:
             raise InputError("the transform belongs to another model; compute one from contexts of this model.")
         return KVTCCoder(self, shape, by)
+
+
+def load_codec(path: str | Path) -> CacheGen | KVTC:
+    """Returns the codec of a file: CacheGen's with tables, or KVTC's with a transform.
+
+    Args:
+      path: a file that `Tables.save` or `Transform.save` has written.
+
+    Raises:
+      CheckpointError: it is missing or damaged, or has neither.
+    """
+    try:
+        tables = Tables.load(path)
+    except CheckpointError:
+        try:
+            return KVTC(Transform.load(path))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} has neither tables nor a transform: {error}") from None
+    return CacheGen(tables.level, tables.delta, tables=tables)
 
 
 @dataclasses.dataclass(frozen=True)

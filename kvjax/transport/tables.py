@@ -73,7 +73,7 @@ class Tables:
                     )
                     layers.append((key, value))
                 return cls(int(arrays["level"]), bool(arrays["delta"]), tuple(layers))
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, AttributeError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise CheckpointError(f"{path} has no tables: {type(error).__name__}: {error}.") from None
 
     def _arrays(self) -> Iterator[tuple[str, np.ndarray]]:

@@ -87,7 +87,7 @@ class Transform:
                     )
                     layers.append((key, value))
                 return cls(float(arrays["ratio"]), tuple(layers))
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, AttributeError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise CheckpointError(f"{path} has no transform: {type(error).__name__}: {error}.") from None
 
     def _arrays(self) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import kvjax
 from experiments import fields
 from experiments.batch.__main__ import main
+from experiments.batch.contexts import Contexts
 from experiments.batch.journal import Journal
 from experiments.config import ExperimentConfig
 from experiments.runs.session import Session
@@ -303,13 +305,15 @@ def test_contexts_are_kept_and_continued(folder, capsys, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         main(command(folder, "first.jsonl", "config.py", *first))
     monkeypatch.setattr(Journal, "put", put)
-    assert len([*(folder / "kept").glob("=*")]) == 1
+    assert len([*(folder / "kept").glob("*/context.json")]) == 1
     assert main(command(folder, "first.jsonl", "config.py", *first)) == 0
     with pytest.raises(ConfigError, match=r"line 1: .*already has the context of a request 'a/1'"):
         main(command(folder, "again.jsonl", "config.py", *first))
     asked = zip([*names, "d"], [*turns, [1]], strict=True)
     write([{"context": name, "prompt": turn, "max_new_tokens": 5} for name, turn in asked])
-    # The sizes are those of the first run.
+    # The sizes are those of the first run, and nothing else can be asked for.
+    with pytest.raises(ConfigError, match="--most_new_tokens=25 is not that of the first run"):
+        main(command(folder, "more.jsonl", "config.py", first[0], "--most_new_tokens=25"))
     assert main(command(folder, "second.jsonl", "config.py", first[0])) == 1
     found = read(folder / "second.jsonl")
     assert "has no context of a request 'd'" in found.pop()["error"]
@@ -342,7 +346,7 @@ def test_contexts_in_fewer_bytes(folder, capsys):
         flags = [f"--contexts={folder / str(number)}", "--most_new_tokens=16", f"--codec={codec}"]
         (folder / "requests.jsonl").write_text(json.dumps(lines[0]) + "\n")
         assert main(command(folder, f"first{number}.jsonl", "config.py", *flags)) == 0
-        assert [each.name for each in (folder / str(number) / "=a").glob("*.bin")] == ["context.bin"]
+        assert [each.name for each in (folder / str(number)).glob("*/*.bin")] == ["context.bin"]
         (folder / "requests.jsonl").write_text(json.dumps({"context": "a", "prompt": [5], "max_new_tokens": 3}) + "\n")
         assert main(command(folder, f"second{number}.jsonl", "config.py", *flags)) == 0
         assert len(read(folder / f"second{number}.jsonl")[0]["tokens"]) == 3
@@ -351,11 +355,94 @@ def test_contexts_in_fewer_bytes(folder, capsys):
             main(command(folder, "bad.jsonl", "config.py", "--contexts=x", f"--codec={codec}"))
     with pytest.raises(ConfigError, match="give --contexts=FOLDER"):
         main(command(folder, "bad.jsonl", "config.py", "--codec=cachegen:1"))
+    asked = [f"--contexts={folder / 'codes'}", "--codec=cachegen:1", "--config.storage=int8"]
+    with pytest.raises(ConfigError, match="held as they are, not int8"):
+        main(command(folder, "bad.jsonl", "config.py", *asked))
     bad = {
         '{"prompt": [1], "keep_context": 1}': "keep_context must be true or false",
-        '{"prompt": [1], "context": [1]}': "context must be the id of a request",
+        '{"prompt": [1], "context": [1]}': "context must be a string or an integer",
+        '{"prompt": [1], "context": "\\ud800"}': "contains an unpaired surrogate",
+        '{"prompt": [1], "keep_context": true, "stop": "a"}': "keep_context needs stop_tokens",
     }
     (folder / "requests.jsonl").write_text("\n".join(bad))
     assert main(command(folder, "bad.jsonl", "config.py", f"--contexts={folder / 'new'}")) == 1
     for message, result in zip(bad.values(), read(folder / "bad.jsonl"), strict=True):
         assert message in result["error"]
+
+
+def test_names_and_room_of_contexts(folder, capsys):
+    """Ids of any kind have contexts of their own; requests without a number of tokens take what there is room for."""
+    # A cache that evicts has room for any number of tokens.
+    (folder / "config.py").write_text(CONFIG.replace('name="window", budget=8, sinks=2', 'name="full"'))
+    tokens = np.random.default_rng(8).integers(1, 200, 12).tolist()
+    names = ["5", 5, "é" * 200, "../a", ""]
+    keeping = [{"id": name, "prompt": [*tokens, i], "keep_context": True} for i, name in enumerate(names)]
+
+    def write(lines: list[dict]) -> None:
+        (folder / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write(keeping)
+    kept = f"--contexts={folder / 'kept'}"
+    with pytest.raises(ConfigError, match="give --most_new_tokens"):
+        main(command(folder, "first.jsonl", "config.py", kept))
+    assert not (folder / "kept" / "sizes.json").exists()
+    assert main(command(folder, "first.jsonl", "config.py", kept, "--most_new_tokens=20", "--new_tokens=6")) == 0
+    first = read(folder / "first.jsonl")
+    assert [each["new_tokens"] for each in first] == [6] * 5
+    assert {each.parent.parent for each in (folder / "kept").glob("**/context.json")} == {folder / "kept"}
+    write(
+        [
+            *({"id": i, "prompt": [7], "context": name} for i, name in enumerate(names)),
+            {"id": "much", "prompt": [7], "context": 5, "max_new_tokens": 14},
+            {"id": "long", "prompt": tokens * 2, "max_new_tokens": 1},
+            {"id": "both", "prompt": [7], "max_new_tokens": 1, "keep_context": True},
+            {"id": "too soon", "prompt": [7], "context": "both"},
+        ]
+    )
+    # Without a flag, they have as many as there is room for.
+    assert main(command(folder, "second.jsonl", "config.py", kept)) == 1
+    found = read(folder / "second.jsonl")
+    assert [each["new_tokens"] for each in found[:5]] == [14, 14, 14, 14, 14]
+    assert [each["prompt_tokens"] for each in found[:5]] == [13 + 6 + 1] * 5
+    assert found[5]["new_tokens"] == 14 and found[7]["new_tokens"] == 1
+    assert "have at most 13, as its first run has decided" in found[6]["error"]
+    assert "is continued in another run" in found[8]["error"]
+    write([{"prompt": [7], "context": 5, "max_new_tokens": 15}])
+    assert main(command(folder, "third.jsonl", "config.py", kept)) == 1
+    assert "1 tokens and 15 new ones do not fit" in read(folder / "third.jsonl")[0]["error"]
+    assert "there is room for 15" in read(folder / "third.jsonl")[0]["error"]
+
+
+def test_no_run_replaces_the_contexts_of_another(folder, monkeypatch):
+    """Not even one that was killed before it kept its own, while another run has kept one of that name."""
+    (folder / "requests.jsonl").write_text(
+        json.dumps({"id": "a", "prompt": [5, 6, 7], "max_new_tokens": 2, "keep_context": True}) + "\n"
+    )
+    flags = [f"--contexts={folder / 'kept'}", "--most_new_tokens=9"]
+    save = Runner.save_prefix
+
+    def killed(self, *arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "save_prefix", killed)
+    with pytest.raises(KeyboardInterrupt):
+        main(command(folder, "first.jsonl", "config.py", *flags))
+    monkeypatch.setattr(Runner, "save_prefix", save)
+    assert main(command(folder, "second.jsonl", "config.py", *flags)) == 0
+    (context,) = (folder / "kept").glob("*/context.json")
+    before = context.stat().st_mtime_ns
+    with pytest.raises(ConfigError, match=r"line 1: .*already has the context of a request 'a'"):
+        main(command(folder, "first.jsonl", "config.py", *flags))
+    assert context.stat().st_mtime_ns == before
+    with Contexts(str(folder / "kept"), None), pytest.raises(ConfigError, match="is being used by another process"):
+        main(command(folder, "third.jsonl", "config.py", *flags))
+
+
+def test_the_lines_of_the_page(tmp_path):
+    (block,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "experiments.md").read_text(), re.DOTALL)
+    for number, line in enumerate(block.splitlines(), 1):
+        (tmp_path / "requests.jsonl").write_text(line + "\n")
+        flags = [f"--contexts={tmp_path / 'kept'}", *["--most_new_tokens=64"][: 2 - number]]
+        assert main(command(tmp_path, f"{number}.jsonl", str(ROOT / "configs" / "h2o_tiny.py"), *flags)) == 0
+    (result,) = read(tmp_path / "2.jsonl")
+    assert result["new_tokens"] == 32 and result["text"]
