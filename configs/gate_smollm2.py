@@ -4,7 +4,7 @@ As gate_tiny, but for the gate, which is not part of the package: train_gate_smo
 
 Paper: KVzap (arXiv:2601.07891), H2O (arXiv:2306.14048), SnapKV (arXiv:2404.14469), KVzip (arXiv:2505.23416).
 Expected: docs/experiments.md, "The gate of SmolLM2".
-Hardware: any CPU; half an hour on two cores.
+Hardware: any CPU; a quarter of an hour on two cores of an EPYC, family 26.
 Command: python -m experiments.run --config=gate_smollm2 --config.model.calibration=GATE.safetensors \
   --config.data.text=FILE
 """
