@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
 from kvjax.cache.state import EMPTY, FAR, LayerKV, exact_store
+from kvjax.numerics.mask_indices import compact
 from kvjax.numerics.statistics import Statistic, by_name
 from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.host_memory import write
@@ -57,12 +58,18 @@ def free_slots(position: Array, count: int, page: int = 1) -> Array:
             return jnp.min(jnp.where(position < 0, slot, capacity), axis=2, keepdims=True)
         first = jnp.min(_turn(position, page) * capacity + slot, axis=2, keepdims=True)
         return jnp.where(first < 2 * capacity, first % capacity, capacity)
-    # [B, K, S]
-    order = jnp.argsort(_turn(position, page), axis=2, stable=True).astype(jnp.int32)
-    # [B, K, count]
-    free = jnp.pad(order[:, :, :count], ((0, 0), (0, 0), (0, max(0, count - capacity))), constant_values=capacity)
-    number = jnp.sum(position < 0, axis=2, keepdims=True)
-    return jnp.where(jnp.arange(count) < number, free, capacity)
+    # On a CPU, to sort the slots would take longer than to attend to them.
+    if page == 1:
+        # [B, K, count] each
+        free, exists = compact(position < 0, count)
+        return jnp.where(exists, free, capacity)
+    turn = _turn(position, page)
+    (first, begun), (then, empty) = (compact(turn == each, count) for each in (0, 1))
+    # [B, K, count]: those of pages that have begun, then the others
+    number = jnp.arange(count, dtype=jnp.int32) - jnp.sum(begun, axis=2, keepdims=True, dtype=jnp.int32)
+    index = jnp.maximum(number, 0)
+    others = jnp.where(jnp.take_along_axis(empty, index, axis=2), jnp.take_along_axis(then, index, axis=2), capacity)
+    return jnp.where(number < 0, first, others)
 
 
 def free_slots_for(position: Array, own: Array) -> Array:
@@ -107,12 +114,8 @@ def append(layer: LayerKV, key: Array, value: Array, position: Array, page: int 
       page: see `free_slots`.
     """
     capacity = layer.position.shape[2]
-    if position.shape[1] == 1:
-        free = free_slots(layer.position, 1, page)
-    else:
-        # [B, K, n]
-        order = jnp.argsort(_turn(layer.position, page), axis=2, stable=True)
-        free = order[:, :, : position.shape[1]].astype(jnp.int32)
+    # [B, K, n]
+    free = free_slots(layer.position, position.shape[1], page)
     # [B, K, n]; `capacity` is out of bounds, where writes are dropped
     target = jnp.where(position[:, None] >= 0, free, capacity)
     layer = layer.with_exact(

@@ -9,11 +9,11 @@ HALVES = (16, 8, 4, 2, 1)  # steps of a binary search in a word
 
 
 def compact(mask: Array, width: int) -> tuple[Array, Array]:
-    """Gathers the slots that a mask marks, ascending, into arrays of `width`.
+    """Gathers the first slots that a mask marks, ascending, into arrays of `width`.
 
     Args:
-      mask: [B, K, S] bool; must not mark more than `width` slots of a head.
-      width: W.
+      mask: [B, K, S] bool.
+      width: W, which may be larger than S.
 
     Returns:
       slots: [B, K, W] int32, in bounds everywhere.
