@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from kvjax.errors import InputError, shown
 from kvjax.inputs import check_count
+from kvjax.numerics.nucleus import most_probable
 
 Array = jax.Array
 SMALLEST = 1e-20  # of temperatures, probabilities and penalties: logits that are divided by it are finite in float32
@@ -123,21 +124,7 @@ class Sample:
         """Excludes tokens by `top_k` and `top_p`; [B, V] float32 after the temperature."""
         if self.top_k is None and self.top_p is None:
             return logits
-        # [B, V]: tokens in order of descending logit. A stable sort keeps exactly top_k tokens among ties, those with
-        # the lowest ids.
-        order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-        # [V]
-        rank = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        # [B, V], by rank
-        kept = jnp.broadcast_to(rank < (self.top_k or logits.shape[-1]), logits.shape)
-        if self.top_p is not None:
-            # [B, V], by rank
-            ordered = jnp.where(kept, jnp.take_along_axis(logits, order, axis=-1), -jnp.inf)
-            probability = jax.nn.softmax(ordered, axis=-1)
-            # A token is kept while the probability of the tokens before it is below p, so that the first always is.
-            kept &= jnp.cumsum(probability, axis=-1) - probability < self.top_p
-        # [B, V], by token
-        return jnp.where(jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1), logits, -jnp.inf)
+        return jnp.where(most_probable(logits, self.top_k, self.top_p), logits, -jnp.inf)
 
 
 def penalised(logits: Array, seen: Array, penalty: float | Array) -> Array:

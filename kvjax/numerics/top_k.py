@@ -49,7 +49,7 @@ def largest(value: Array, position: Array, count: Array | int, *, in_kernels: bo
     # [..., 1]
     count = jnp.broadcast_to(jnp.asarray(count, jnp.float32), (*value.shape[:-1], 1))
     # [..., S]
-    keys = jnp.where(live, _ordered_bits(value), 0)
+    keys = jnp.where(live, ordered_bits(value), 0)
     by_rows = in_kernels or value.shape[-1] < LANES * DEPTH
     # [..., 1]
     threshold, reached = _threshold(keys, count, by_rows)
@@ -203,7 +203,7 @@ def indices_of_largest(x: Array, count: int) -> Array:
     return found
 
 
-def _ordered_bits(value: Array) -> Array:
+def ordered_bits(value: Array) -> Array:
     """Maps floats [..., S] to uint32 [..., S] in the same order."""
     # [..., S]: -0.0 and 0.0 compare equal but have different bits.
     value = jnp.where(value == 0, jnp.float32(0), value.astype(jnp.float32))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.generation.sampling import Greedy, Sample, penalised
+from kvjax.numerics.nucleus import most_probable
 
 Array = jax.Array
 Leaf = Any  # an array of JAX, or of NumPy before a program takes it
@@ -104,19 +105,10 @@ def _filtered(logits: Array, rows: Settings) -> Array:
     logits = logits / rows.temperature[:, None]
 
     def ranked() -> Array:
-        # [B, V]: tokens in order of descending logit, and the rank of each token
-        order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-        rank = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        # [B, V], by rank
-        kept = rank < rows.top_k[:, None]
-        ordered = jnp.where(kept, jnp.take_along_axis(logits, order, axis=-1), -jnp.inf)
-        probability = jax.nn.softmax(ordered, axis=-1)
-        kept &= jnp.cumsum(probability, axis=-1) - probability < rows.top_p[:, None]
-        # [B, V], by token
-        return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+        return most_probable(logits, rows.top_k[:, None], rows.top_p[:, None])
 
     few = rows.sampled & ((rows.top_k < logits.shape[-1]) | (rows.top_p < jnp.inf))
-    # [B, V]: tokens are sorted only if some row needs their ranks.
+    # [B, V]: tokens are compared only if some row takes few of them.
     kept = jax.lax.cond(jnp.any(few), ranked, lambda: jnp.ones(logits.shape, bool))
     threshold = jnp.max(logits, axis=-1, keepdims=True) + rows.min_logit[:, None]
     return jnp.where(kept & (logits >= threshold), logits, -jnp.inf)
