@@ -1,7 +1,7 @@
 """Contexts of requests, in a folder: a request keeps the one after its last token, and one of a later run continues it.
 
-Each is in a folder of its own, which the id of the request that has kept it names. Arrays have one size for all
-contexts, which the first run decides that keeps some: `SIZES` holds it for later ones.
+Each context has its own folder, named by the id of the request. All contexts of a folder have arrays of the same sizes.
+The first run that keeps a context chooses them, and the file `SIZES` stores them for later runs.
 """
 
 import dataclasses
@@ -148,7 +148,7 @@ class Contexts:
     def prepared(self, each: Asked, runner: Runner) -> Asked:
         """Returns a request with the context that it continues, if it does.
 
-        Without a number of new tokens of its own, it has as many as there is room for, up to the default.
+        If the line gives no max_new_tokens, the default is lowered to what fits in the context.
 
         Raises:
           InputError: there is no context of that name, or no room in it; or a prompt is longer than those of the

@@ -47,7 +47,7 @@ class Asked:
       error: why it cannot be answered; None if it can.
       continues: the id of the request, of an earlier run, whose context it continues; None if it begins a text.
       stops: the texts that end it.
-      uses_default: whether it has no number of new tokens of its own.
+      uses_default: whether its max_new_tokens is the default.
     """
 
     index: int
@@ -164,7 +164,7 @@ def _request(
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InputError("the model has no tokenizer; give prompt as a list of token ids.")
-        # What goes on in the middle of a text has no token for its beginning.
+        # A prompt that continues a context does not begin with BOS.
         prompt = tokenizer.encode(prompt, bos=entry.get("context") is None)
     elif not _ids(prompt):
         raise InputError(f"prompt must be a string or a list of token ids; got {_short(prompt)}.")
