@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import Phase
@@ -11,7 +12,7 @@ from kvjax.cache.state import Block, KVState
 from kvjax.generation import compiling, selection_record
 from kvjax.generation.program import program
 from kvjax.generation.sampling import Sampler, penalised, penalty_of
-from kvjax.models.bound import bind
+from kvjax.models.bound import bind, logprob_of
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.finite import PAD, only_finite
 from kvjax.parallel.sharding import Params
@@ -41,6 +42,11 @@ class Carry(NamedTuple):
     seen: Array | None = None
 
 
+def nothing_forced(rows: int) -> np.ndarray:
+    """Returns what `decode_steps` takes as `forced` where the sampling method chooses every token."""
+    return np.full((rows, CHUNK), PAD, np.int32)
+
+
 # The number of steps taken, the carry, tokens and log-probabilities [B, CHUNK], and the record.
 Loop = tuple[Array, Carry, Array, Array, selection_record.Steps | None]
 
@@ -53,10 +59,11 @@ def first_token(
     key: Array,
     stop: Array,
     seen: Array | None = None,
+    forced: Array | None = None,
     *,
     sampler: Sampler,
 ) -> tuple[Carry, Array, Array]:
-    """Chooses the first new token of each row.
+    """Chooses the first new token of each row; see `decode_steps`.
 
     Args:
       logits: [B, V] float32, after each row's last prompt token.
@@ -65,6 +72,7 @@ def first_token(
       key: [] or [B] random key.
       stop: [n] int32, token ids that end a row.
       seen: from `seen_tokens`.
+      forced: [B] int32, the tokens to take; `PAD` for those that the sampling method chooses. None if it chooses all.
       sampler: the sampling method.
 
     Returns:
@@ -72,10 +80,9 @@ def first_token(
       log-probability is not finite has ended, and its token is `PAD`.
     """
     # [B]
-    token, logprob = _choose(logits, state.length, request, key, seen, sampler)
-    token = only_finite(token, logprob)
+    token, logprob, ongoing = _choose(logits, state.length, request, key, seen, sampler, stop, forced)
     # A row without a prompt is padding.
-    active = _is_active(token, stop) & (state.length > 0)
+    active = ongoing & (state.length > 0)
     return Carry(state, token, active, request, key, _with_token(seen, token)), token, logprob
 
 
@@ -85,22 +92,25 @@ def decode_steps(
     carry: Carry,
     stop: Array,
     steps: Array | int,
+    forced: Array | None = None,
     *,
     config: DecoderConfig,
     phase: Phase,
     sampler: Sampler,
     record: bool = False,
 ) -> tuple[Carry, Array, Array, selection_record.Steps | None]:
-    """Generates up to `CHUNK` tokens per row.
+    """Generates up to `CHUNK` tokens per row, or takes them from a text, whose tokens it then scores.
 
-    The length of the loop is data, so that one trace serves any number of tokens, and the loop ends early when every
-    row has ended.
+    The length of the loop and the tokens of a text are data, so that one program generates and scores any number of
+    tokens. The loop ends early when every row has ended.
 
     Args:
       params: of the decoder.
       carry: from `first_token` or the previous call; donated.
       stop: [n] int32, token ids that end a row.
       steps: int32, the number of tokens to generate, at most `CHUNK`.
+      forced: [B, CHUNK] int32, the tokens to take; `PAD` for those that the sampling method chooses. None if it
+        chooses all, in a program that can do nothing else.
       config: the decoder.
       phase: the groups of heads of each layer.
       sampler: the sampling method.
@@ -109,6 +119,7 @@ def decode_steps(
     Returns:
       The carry, the tokens [B, CHUNK] int32, `PAD` where none was generated, their log-probabilities [B, CHUNK]
       float32, and the record or None. A row ends with a log-probability that is not finite, whose token is `PAD`.
+      Forced tokens end no row.
     """
     compiling.traced()
     stacked = stacked_runs(carry.state.layers)
@@ -139,12 +150,14 @@ def decode_steps(
         # [B, V]
         logits = decoder.logits(x[:, 0])
         # [B]
-        token, logprob = _choose(logits, kv.length, carry.request, carry.key, carry.seen, sampler)
-        token, logprob = jnp.where(active, only_finite(token, logprob), PAD), jnp.where(active, logprob, 0.0)
+        given = None if forced is None else forced[:, i]
+        token, logprob, ongoing = _choose(
+            logits, kv.length, carry.request, carry.key, carry.seen, sampler, stop, given
+        )  # fmt: skip
+        token, logprob = jnp.where(active, token, PAD), jnp.where(active, logprob, 0.0)
         # [B, CHUNK]
         ids, logprobs = ids.at[:, i].set(token), logprobs.at[:, i].set(logprob)
-        ongoing = active & _is_active(token, stop)
-        carry = carry._replace(state=kv, token=token, active=ongoing, seen=_with_token(carry.seen, token))
+        carry = carry._replace(state=kv, token=token, active=active & ongoing, seen=_with_token(carry.seen, token))
         return i + 1, carry, ids, logprobs, recorded
 
     # [B, CHUNK]
@@ -156,8 +169,15 @@ def decode_steps(
 
 
 def _choose(
-    logits: Array, length: Array, request: Array, key: Array, seen: Array | None, sampler: Sampler
-) -> tuple[Array, Array]:
+    logits: Array,
+    length: Array,
+    request: Array,
+    key: Array,
+    seen: Array | None,
+    sampler: Sampler,
+    stop: Array,
+    forced: Array | None,
+) -> tuple[Array, Array, Array]:
     """Chooses a token for each row.
 
     Args:
@@ -167,9 +187,12 @@ def _choose(
       key: [] or [B] random key. The key of a row depends on it, on the request and on the position.
       seen: see `Carry`.
       sampler: the sampling method.
+      stop: [n] int32, token ids that end a row.
+      forced: [B] int32 or None; see `first_token`.
 
     Returns:
-      The tokens [B] int32 and their log-probabilities [B] float32.
+      The tokens [B] int32, `PAD` where the log-probability is not finite and the token is not forced; their
+      log-probabilities [B] float32; and whether the row has not ended, [B] bool.
     """
     # [B] random keys
     keys = jax.vmap(
@@ -178,16 +201,15 @@ def _choose(
     penalty = penalty_of(sampler)
     # [B]
     token = sampler(logits if seen is None or penalty is None else penalised(logits, seen, penalty), keys)
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+    taken = jnp.zeros_like(token, bool) if forced is None else forced != PAD
+    token = token if forced is None else jnp.where(taken, forced, token)
+    logprob = logprob_of(logits, token)
+    token = jnp.where(taken, token, only_finite(token, logprob))
+    ends = (token == PAD) | jnp.any(token[:, None] == stop[None], axis=1)
+    return token, logprob, taken | ~ends
 
 
 def _with_token(seen: Array | None, token: Array) -> Array | None:
     """Adds tokens [B], of which `PAD` is none, to those that rows have, [B, V] bool or None."""
     # A comparison instead of a scatter, for which a mesh might gather the rows.
     return None if seen is None else seen | (jnp.arange(seen.shape[1], dtype=jnp.int32) == token[:, None])
-
-
-def _is_active(token: Array, stop: Array) -> Array:
-    """Returns whether rows with the newest tokens [B], `PAD` = none, have not ended: [B] bool. `stop` is [n] int32."""
-    return (token != PAD) & ~jnp.any(token[:, None] == stop[None], axis=1)

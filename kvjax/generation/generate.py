@@ -18,7 +18,7 @@ from kvjax.cache.state import KVState
 from kvjax.errors import InputError, shown
 from kvjax.generation import compiling, selection_record
 from kvjax.generation.context import Context
-from kvjax.generation.decoding import CHUNK, Carry, decode_steps, first_token
+from kvjax.generation.decoding import CHUNK, Carry, decode_steps, first_token, nothing_forced
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.prefill import run_prefill
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling, penalty_of
@@ -236,13 +236,14 @@ def _decode(
     if key.ndim:
         key = key[np.pad(np.arange(rows), padding)]
     check_room(prefilled, max_new_tokens)
+    nothing = nothing_forced(prefilled.logits.shape[0])
     produced: list[tuple[np.ndarray, np.ndarray]] = []
     recorded: list[tuple[selection_record.Steps | None, int]] = []
     done = 1
     with model.on_mesh(), tqdm(total=max_new_tokens, desc="decode", unit="tok", disable=not progress) as bar:
         carry, first, logprob = first_token(
             prefilled.logits, prefilled.state, model.place(request), key, stop_ids,
-            model.place(seen_tokens(prefilled, sampler)), sampler=sampler,
+            model.place(seen_tokens(prefilled, sampler)), model.place(nothing[:, 0]), sampler=sampler,
         )  # fmt: skip
         first, logprob = distributed.to_host((first, logprob))
         produced.append((first[:rows, None], logprob[:rows, None]))
@@ -251,13 +252,14 @@ def _decode(
             stream(produced[0][0][:, 0])
         may_end = len(stop_ids) > 0 or until is not None
         may_end = may_end or not _all_finite(produced)
+        forced = model.place(nothing)
         while done < max_new_tokens and (not may_end or bool(distributed.to_host(carry.active).any())):
             if until is not None:
                 carry = _ended(carry, until(np.concatenate([ids for ids, _ in produced], axis=1)))
             steps = min(1 if stream else UNTIL_EVERY if until else CHUNK, max_new_tokens - done)
             with compiling.announced(compiling.tokens_of(prefilled.layout.decode)):
                 carry, ids, logprobs, own = decode_steps(
-                    model.params, carry, stop_ids, steps, config=model.config, phase=prefilled.layout.decode,
+                    model.params, carry, stop_ids, steps, forced, config=model.config, phase=prefilled.layout.decode,
                     sampler=sampler, record=record,
                 )  # fmt: skip
             recorded.append((own, steps))

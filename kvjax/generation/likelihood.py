@@ -17,16 +17,18 @@ from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
 from kvjax.generation import compiling, selection_record
 from kvjax.generation.context import Context
+from kvjax.generation.decoding import CHUNK, decode_steps, first_token
 from kvjax.generation.generate import check_room
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.generation.program import program
+from kvjax.generation.sampling import Greedy
 from kvjax.generation.selection_record import Record
-from kvjax.inputs import check_batch, check_prompt
-from kvjax.models.bound import SCORE_ROWS, bind, logprob_of, logprobs_of
+from kvjax.inputs import check_batch, check_prompt, check_stop
+from kvjax.models.bound import SCORE_ROWS, bind, logprobs_of
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
-from kvjax.numerics.finite import check_finite
+from kvjax.numerics.finite import PAD, check_finite
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
@@ -159,7 +161,7 @@ def log_likelihood(
 def score_continuation(model: Model, prefilled: Context, tokens: np.ndarray, *, progress: bool = False) -> np.ndarray:
     """Scores a continuation of each prompt, which is fed token by token as in generation.
 
-    Where prompts themselves need no scores, this runs the same program for them as generation does.
+    This runs the programs of greedy generation, for prompts and for tokens after them.
 
     Args:
       model: see `log_likelihood`.
@@ -182,39 +184,41 @@ def score_continuation(model: Model, prefilled: Context, tokens: np.ndarray, *, 
         )
     check_room(prefilled, count)
     prompt = np.asarray(distributed.to_host(prefilled.state.length))
-    size = power_of_two(int(prompt.max()) + count, SMALLEST_TEXT)
-    # [B, size]: the scores and tokens of the continuations, at their positions.
-    ids = np.zeros((len(prompt), size), np.int32)
-    for row in range(rows):
-        ids[row, prompt[row] : prompt[row] + count] = new[row]
-    phase = prefilled.layout.decode
+    # [B, count]
+    ids = np.full((len(prompt), count), PAD, np.int32)
+    ids[:rows] = new
+    phase, parts = prefilled.layout.decode, []
     with model.on_mesh(), tqdm(total=count, desc="score", unit="tok", disable=not progress) as bar:
-        ids, ends, first = model.place(
-            (ids, np.where(prompt > 0, prompt + count, 0), ids[np.arange(len(prompt)), prompt])
+        # Arguments as of `kvjax.generation.generate.decode`, for whose programs jit then has entries.
+        request, key, stop = np.zeros(len(prompt), np.int32), jax.random.key(0), check_stop(())
+        state = jax.tree.map(_copied, prefilled.state)
+        carry, _, logprobs = first_token(
+            prefilled.logits, state, model.place(request), key, stop, None, model.place(ids[:, 0]), sampler=Greedy()
         )
-        state = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding, may_alias=False), prefilled.state)
-        scores = jnp.zeros(ids.shape, jnp.float32)
-        # [B]
-        first = _logprob_of(prefilled.logits, first)
+        parts.append(logprobs[:, None])
         bar.update()
-        for start in range(0, count - 1, SCORE_ROWS):
-            steps = min(SCORE_ROWS, count - 1 - start)
+        for start in range(1, count, CHUNK):
+            part = ids[:, start : start + CHUNK]
+            steps = part.shape[1]
+            forced = model.place(np.pad(part, ((0, 0), (0, CHUNK - steps)), constant_values=PAD))
             with compiling.announced(compiling.tokens_of(phase)):
-                scores, state, _ = score_steps(
-                    model.params, state, scores, ids, ends, jnp.int32(steps), config=model.config, phase=phase
-                )
+                carry, _, logprobs, _ = decode_steps(
+                    model.params, carry, stop, steps, forced, config=model.config, phase=phase,
+                    sampler=Greedy(), record=False,
+                )  # fmt: skip
             if progress:
-                jax.block_until_ready(scores)
+                jax.block_until_ready(logprobs)
+            parts.append(logprobs)
             bar.update(steps)
-    first, scores = distributed.to_host((first, scores))
-    # [B, n]: entry t of `scores` is of token t + 1.
-    later = [scores[row, prompt[row] : prompt[row] + count - 1] for row in range(rows)]
-    whole = np.concatenate([first[:rows, None], np.stack(later)], axis=1)
+    # [B, count]
+    whole = np.concatenate(distributed.to_host(tuple(parts)), axis=1)[:rows, :count]
     check_finite(whole, whole)
     return whole
 
 
-_logprob_of = jax.jit(logprob_of)
+def _copied(x: Array) -> Array:
+    """Copies an array; of one that is on no device in particular, the copy is not either."""
+    return jax.device_put(x, x.sharding if x.committed else None, may_alias=False)
 
 
 @program(static_argnames=("config", "phase", "static_steps", "record"), donate_argnames=("state", "scores"))

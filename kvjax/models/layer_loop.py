@@ -3,7 +3,8 @@
 XLA compiles every operation of every layer that it is given. A loop has the operations of one layer, and its iterations
 differ in data: they have matrices of weights by an index (`kvjax.products.IndexedMatrix`), and other parameters,
 budgets and caches in stacks (`kvjax.numerics.stack_slices`). Loops run on CPUs, where kvjax's own products read one of
-several matrices. On other platforms layers are unrolled, as are those that share arrays or have them in host memory.
+several matrices. On other platforms layers are unrolled, as are those that share arrays or have them in host memory: a
+kernel would be given a copy of each layer's slice of the stacked caches.
 
 SmolLM2-135M with a full cache in int8, 2 rows of 512 tokens, two cores of an EPYC: a first `generate` takes 9 CPU
 seconds instead of 43, a step 26 ms instead of 31. With the codes of its GGUF file as weights, under h2o, one row of

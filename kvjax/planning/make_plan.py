@@ -145,7 +145,7 @@ def plan(
 
     start = time.perf_counter()
     with sharding.on_mesh(mesh, rules):
-        compiled, problem = compile_decode(config, layout, shapes) if compiles and decode else (None, "")
+        compiled, problem = compile_decode(config, layout, shapes, mesh) if compiles and decode else (None, "")
         memory, prefill_memory = Memory.of(compiled), None
         if prefill and compiles:
             program, prefill_problem = compile_prefill(config, lowered, shapes, mesh, prompt_length)

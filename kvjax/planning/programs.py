@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.lowering import Lowered
 from kvjax.errors import KvjaxError
-from kvjax.generation.decoding import decode_steps
+from kvjax.generation.decoding import CHUNK, decode_steps
 from kvjax.generation.prefill import prefill_steps
 from kvjax.generation.sampling import Greedy
 from kvjax.models.config import DecoderConfig
@@ -29,13 +29,15 @@ class _Jitted(Protocol):
 
 
 def compile_decode(
-    config: DecoderConfig, layout: CacheLayout, shapes: Shapes
+    config: DecoderConfig, layout: CacheLayout, shapes: Shapes, mesh: Mesh | AbstractMesh | None
 ) -> tuple[jax.stages.Compiled | None, str]:
     """Compiles the decode loop; see `compile_for`."""
     stop = jax.ShapeDtypeStruct((len(config.eos_token_ids),), jnp.int32)
     steps = jax.ShapeDtypeStruct((), jnp.int32)
     options = {"config": config, "phase": layout.decode, "sampler": Greedy()}
-    return compile_for(decode_steps, shapes.params, shapes.carry, stop, steps, **options)
+    row = shapes.carry.token
+    forced = _tokens((*row.shape, CHUNK), mesh)
+    return compile_for(decode_steps, shapes.params, shapes.carry, stop, steps, forced, **options)
 
 
 def compile_prefill(
@@ -43,13 +45,18 @@ def compile_prefill(
 ) -> tuple[jax.stages.Compiled | None, str]:
     """Compiles the prefill; see `compile_for`."""
     row = shapes.carry.token
-    place = mesh and NamedSharding(mesh, sharding.spec(("batch", None), (*row.shape, prompt_length), mesh))
-    tokens = jax.ShapeDtypeStruct((*row.shape, prompt_length), jnp.int32, sharding=place)
+    tokens = _tokens((*row.shape, prompt_length), mesh)
     budgets = jax.tree.map(lambda _: row, lowered.budgets)
     return compile_for(
         prefill_steps, shapes.params, tokens, row, row, budgets.prompt, budgets.decode, config=config,
         layout=lowered.layout, score=False,
     )  # fmt: skip
+
+
+def _tokens(shape: tuple[int, ...], mesh: Mesh | AbstractMesh | None) -> jax.ShapeDtypeStruct:
+    """Returns the shape of tokens [B, n], whose rows a mesh divides."""
+    place = mesh and NamedSharding(mesh, sharding.spec(("batch", None), shape, mesh))
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
 
 
 def compile_for(function: _Jitted, *arguments: Any, **options: Any) -> tuple[jax.stages.Compiled | None, str]:

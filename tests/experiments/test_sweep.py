@@ -17,7 +17,6 @@ from experiments.runs import identity, session
 from experiments.sweeps import table
 from kvjax.errors import ConfigError
 from kvjax.generation.decoding import decode_steps
-from kvjax.generation.likelihood import score_steps
 from kvjax.generation.prefill import prefill_steps
 from kvjax.specs import parse
 
@@ -84,9 +83,9 @@ def test_budgets_of_a_sweep_share_programs_and_report_their_own_bytes(small, sto
         one = fields.override(small, "policy.budget", budget)
         alone.append([row for row in session.Session().run(one).rows() if row["policy"] != "full"])
     for axes in ([("policy.budget", [5, 8, 10])], [("policy.budget", [4, 6, 9])]):
-        before = score_steps._cache_size(), decode_steps._cache_size(), prefill_steps._cache_size()
+        before = decode_steps._cache_size(), prefill_steps._cache_size()
         _, found = sweep.sweep(small, axes)
-        after = score_steps._cache_size(), decode_steps._cache_size(), prefill_steps._cache_size()
+        after = decode_steps._cache_size(), prefill_steps._cache_size()
         programs.append([b - a for a, b in zip(before, after, strict=True)])
         rows = [[row for row in result["rows"] if row["policy"] != "full"] for result in found]
         if axes[0][1] == [5, 8, 10]:
@@ -98,7 +97,7 @@ def test_budgets_of_a_sweep_share_programs_and_report_their_own_bytes(small, sto
                     scores = {"perplexity": None, "nats_by_row": None}
                     assert row | scores == expected | scores
     # The largest budget has run before; of the second three, both policies have programs for 9 slots alone.
-    assert programs[0] == [0, 0, 0]
+    assert programs[0] == [0, 0]
     assert all(1 <= number <= 2 for number in programs[1])
 
 

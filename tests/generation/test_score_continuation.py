@@ -6,6 +6,7 @@ import pytest
 import kvjax
 from kvjax import policies, selection, storage
 from kvjax.errors import InputError, NonFiniteError
+from kvjax.generation import decoding
 from kvjax.generation.generate import decode
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.prefill import prefill
@@ -41,6 +42,26 @@ def test_the_cache_can_still_be_decoded():
     for row in range(3):
         assert_same_state(made.state, prefilled(SPECS["h2o"]).state, row)
     assert decode(tiny().model, made, max_new_tokens=NEW).tokens.shape == (3, NEW)
+
+
+def test_generation_runs_the_same_programs():
+    made = prefilled(SPECS["h2o"])
+    score_continuation(tiny().model, made, TOKENS[:, PROMPT:])
+    before = decoding.first_token._cache_size(), decoding.decode_steps._cache_size()
+    generated = decode(tiny().model, made, max_new_tokens=NEW)
+    assert (decoding.first_token._cache_size(), decoding.decode_steps._cache_size()) == before
+    scored = score_continuation(tiny().model, prefilled(SPECS["h2o"]), generated.tokens)
+    np.testing.assert_array_equal(scored, generated.logprobs)
+
+
+def test_a_text_longer_than_a_call_of_the_loop():
+    new = decoding.CHUNK + 9
+    tokens = random_tokens(2, PROMPT + new)
+    spec = kvjax.CacheSpec(policies.h2o(9))
+    whole = kvjax.log_likelihood(tiny().model, tokens, spec, prompt_length=PROMPT, implementation="auto")
+    made = prefill(tiny().model, tokens[:, :PROMPT], spec, max_new_tokens=new)
+    got = score_continuation(tiny().model, made, tokens[:, PROMPT:])
+    np.testing.assert_allclose(got, np.asarray(whole.logprobs)[:, PROMPT - 1 :], atol=1e-5)
 
 
 def test_one_token_is_scored_by_the_prompt_alone():
