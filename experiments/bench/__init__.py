@@ -22,6 +22,7 @@
   python -m experiments.bench lm_eval --data=FOLDER --policies=full,h2o --batch=16 --shots=0,5
   python -m experiments.bench serve --policies=h2o --requests=2000 --batch=32 --tokens=1024 --rounds=1
   python -m experiments.bench prefixes --policies=full --shape=kvjax-tiny --requests=2000 --context=960 --tokens=8
+  python -m experiments.bench shared --model=smollm2-135m-instruct --context=512,4096 --batch=8 --tokens=32
   python -m experiments.bench speculate --model=kvjax-tiny --context=512,960 --slots=128 --tokens=64 --drafts=retrieval
   python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
 
@@ -86,6 +87,9 @@ prefixes: --requests of up to --context tokens and --tokens new ones in --batch 
 each, behind one of five system prompts; a runner with a prefix store and one without. Useful tokens per second, the
 tokens of prompts that were found, whether answers are equal, bytes of states, and the milliseconds of a hit relative to
 those of the blocks that it saves. CPU seconds are of the whole process, which other load disturbs less.
+shared: rows that follow one text of --context tokens, each with a question of its own and --tokens new tokens: with a
+copy of the text's slots in each row, and with the slots held once (kvjax.contexts.as_prefix).
+
 speculate: --tokens new tokens after prompts of --context tokens (of --text), plain and in rounds of --gammas drafts,
 greedy or with --temperature: accepted drafts of each place, tokens per round, rows whose tokens differ from plain
 decoding, times of a token, of a round and of its steps, the speed-up, what the times of steps and the plan of this

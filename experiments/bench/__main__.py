@@ -45,7 +45,8 @@ def define(values: flags.FlagValues) -> None:
     text(
         "model",
         None,
-        "folder, GGUF file or name; for `lm_eval` and `speculate` (default kvjax-tiny), `gguf` (SmolLM2), `prefill`",
+        "folder, GGUF file or name, for `lm_eval`, `shared`, `speculate` (default kvjax-tiny), `gguf` (SmolLM2), "
+        "`prefill`",
     )
     several("grid", "12x103x64,12x512x64,96x2048x64", "shapes as BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
     several("kinds", ",".join(KINDS), "for `kernels`: attention with statistics `none` or `mass`, and a whole `step`")

@@ -228,6 +228,18 @@ def _swap(rows: Sequence[Row]) -> "Figure":
     return figure
 
 
+def _shared(rows: Sequence[Row]) -> "Figure":
+    sides = [
+        {"name": f"{side}, {row['rows']} rows behind {row['text']:,} tokens", "ms": row[f"ms a step, {side}"]}
+        for row in rows
+        for side in ("copies", "shared")
+    ]
+    figure, panels = new_figure(1, figsize=(8, 1.2 + 0.32 * len(sides)))
+    _bars(panels[0, 0], sides, "name", "ms")
+    style(panels[0, 0], "Rows that follow one text", "milliseconds a step")
+    return figure
+
+
 def _speculate(rows: Sequence[Row]) -> "Figure":
     columns = {"speed-up": "measured", "speed-up by steps": "by its steps", "speed-up, planned": "planned"}
     shown = [
@@ -286,5 +298,6 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "lm_eval": _lm_eval,
     "serve": _serve,
     "prefixes": _serve,
+    "shared": _shared,
     "speculate": _speculate,
 }

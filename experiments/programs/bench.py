@@ -31,6 +31,7 @@ from experiments.bench import (
     products,
     selections,
     serve,
+    shared,
     speculate,
     storages,
     stream,
@@ -62,6 +63,7 @@ TASKS = {
     "lm_eval": lm_eval.run,
     "serve": serve.run,
     "prefixes": prefixes.run,
+    "shared": shared.run,
     "speculate": speculate.run,
 }
 #: Tasks that measure peers, and what checks their flags before it is asked whether the peers are installed.

@@ -182,6 +182,7 @@ class Block(flax.struct.PyTreeNode):
       turn: see `kvjax.policies.base.View`.
       row_newest: [B] int32, the newest position of each row where tokens are fed within a text; None = that of the
         block.
+      prefix: in a layer, its `kvjax.cache.shared_prefix.LayerPrefix`; None = rows begin with their own tokens.
     """
 
     position: Array
@@ -192,13 +193,14 @@ class Block(flax.struct.PyTreeNode):
     replayed: Any = None
     turn: Any = None
     row_newest: Any = None
+    prefix: Any = None
 
     def __repr__(self) -> str:
         return one_line(self)
 
-    def of_layer(self, index: int) -> "Block":
-        """Returns the block with the budgets of one layer."""
-        return self.replace(budget=self.budget[index], layer=jnp.int32(index))
+    def of_layer(self, index: int, prefix: Any = None) -> "Block":
+        """Returns the block with the budgets of one layer, and the prefix there."""
+        return self.replace(budget=self.budget[index], layer=jnp.int32(index), prefix=prefix)
 
     @property
     def newest(self) -> Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax.cache import shared_prefix
 from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.layer_stack import (
     LayerRun,
@@ -77,6 +78,8 @@ def describe(context: Context, name: str) -> JsonObject:
         raise InputError("this context cannot be saved, since its tokens or its cache are not known.")
     if any(group.parallel is not None for group in context.layout.groups):
         raise InputError("this context cannot be saved: it has contexts that share positions.")
+    if shared_prefix.PARAM in made.model.params:
+        raise InputError("this context cannot be saved: its rows follow a shared prefix, which is another context.")
     distributed.check_alone(made.model.params, name)
     return _about(made.model, made.spec) | {
         "spec": repr(made.spec), "rows": context.num_rows, "sizes": dataclasses.asdict(made.sizes),

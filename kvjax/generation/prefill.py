@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from kvjax import policies
 from kvjax.attention import Implementation
-from kvjax.cache import shared_layers
+from kvjax.cache import shared_layers, shared_prefix
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.layer_stack import LayerStack, entries_of, len_of, repeated, sequence_of
 from kvjax.cache.planning.layout import CacheLayout
@@ -216,7 +216,7 @@ def prepare(
         dtype=model.dtype, totals=total,
     )  # fmt: skip
     # The prediction after the last token of a scored text is not used, so that its position does not matter.
-    positions = total - 1 if last_fed else total
+    positions = (total - 1 if last_fed else total) + shared_prefix.tokens_of(model.params)
     warn_beyond_context(model.config, max_positions(lowered, prompt, positions, options.prefill_block))
     layout = lowered.layout
     # kvjax's own product with an index has no gradient.

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax.cache import shared_prefix
 from kvjax.cache.planning.layout import Group
-from kvjax.cache.spec import CacheSpec
+from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block
 from kvjax.errors import PolicyError, StorageError
 from kvjax.inputs import check_batch
@@ -123,8 +124,10 @@ def calibrated(model: Model, what: Storage | Policy | CacheSpec, calibration: Ca
 
     Raises:
       StorageError: a storage that needs a calibration and has none, or one that is for another storage or model.
-      PolicyError: the same, for a policy.
+      PolicyError: the same, for a policy; or a cache that rows behind a shared prefix cannot have.
     """
+    if not isinstance(what, Storage):
+        shared_prefix.check_rows(model.params, as_spec(what))
     return with_calibration(model, needs_of(what, model.config.num_layers), calibration)
 
 

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from kvjax.cache import shared_layers
+from kvjax.cache import shared_layers, shared_prefix
 from kvjax.cache.layer_stack import LayerStack, arranged, entries_of, sequence_of, stacked_runs
 from kvjax.cache.planning.layout import Group, Phase, keep_everything
+from kvjax.cache.shared_prefix import SharedPrefix, StackPrefix
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
 from kvjax.cache.step.interface import AttentionOperands, LayerArgs
@@ -376,6 +377,8 @@ class Decoder(nn.Module):
         stacked = () if kv is None else stacked_runs(kv.layers)
         layer_runs = tuple(own.run for own in runs.values())
         entries = () if kv is None else entries_of(arranged(kv.layers, layer_runs))
+        shared: SharedPrefix | None = self.variables.get("params", {}).get(shared_prefix.PARAM)
+        prefixes = None if shared is None else shared.entries(layer_runs)
         index = 0
         while index < config.num_layers:
             x = sharding.constrain(x, ("batch", None, None))
@@ -385,7 +388,10 @@ class Decoder(nn.Module):
                 stack = None if kv is None else cast(LayerStack, entries[len(after)])
                 run_layer, params = self._run_layer(index, phase), self.variables["params"]
                 collect = self._collect if self._wanted() else None
-                looped = run_loop(run_layer, run, x, hint, stack, block, params, phase[index], collect)
+                looped = run_loop(
+                    run_layer, run, x, hint, stack, block, params, phase[index], collect,
+                    None if prefixes is None else cast(StackPrefix, prefixes[len(after)]),
+                )  # fmt: skip
                 self._sow(index, looped.collected)
                 after.append(looped.cache)
                 before, x, entered, index = x, looped.x, looped.entered, run.run.stop
@@ -393,7 +399,7 @@ class Decoder(nn.Module):
             arguments = (
                 x,
                 None if kv is None else shared_layers.borrow(entries, len(after), phase[index]),
-                block.of_layer(index),
+                block.of_layer(index, None if prefixes is None else prefixes[len(after)]),
             )
             if self.is_initializing():
                 output = self.layers[index](*arguments, phase[index], hint)

@@ -31,6 +31,7 @@ from jax.tree_util import KeyPath, tree_flatten_with_path
 
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import LayerRun, LayerRuns, LayerStack
+from kvjax.cache.shared_prefix import LayerPrefix, StackPrefix
 from kvjax.cache.state import Block, Layer, LayerKV
 from kvjax.errors import ConfigError
 from kvjax.kernels.decode import coded
@@ -216,6 +217,7 @@ def run_loop(
     params: Params,
     groups: tuple[Group, ...],
     collect: Callable[[T], PyTree] | None = None,
+    prefix: StackPrefix | None = None,
 ) -> LoopOutput:
     """Runs the layers of a run, one after the other.
 
@@ -229,14 +231,15 @@ def run_loop(
       params: of the model.
       groups: of heads, of each layer.
       collect: the output of a layer -> a tree of arrays, which is returned of each layer; None for nothing.
+      prefix: the text that all rows follow, in these layers; None = there is none.
     """
     run = own.run
     budgets = jax.tree.map(lambda *rows: jnp.stack(rows), *(block.budget[index] for index in run.layers))
 
-    def at(index: Array, x: Array, layer: Any, hint: Array | None) -> tuple[Any, ...]:
+    def at(index: Array, x: Array, layer: Any, hint: Array | None, behind: LayerPrefix | None) -> tuple[Any, ...]:
         """Returns the arguments of a layer."""
         budget = jax.tree.map(lambda rows: jax.lax.dynamic_index_in_dim(rows, index, 0, False), budgets)
-        tokens = block.replace(budget=budget, layer=run.start + index)
+        tokens = block.replace(budget=budget, layer=run.start + index, prefix=behind)
         return _of_layer(own, params[f"layer_{run.start}"], index), x, layer, tokens, hint
 
     Carry = tuple[Array, Array, Layer, PyTree]
@@ -246,7 +249,10 @@ def run_loop(
         index = index.astype(jnp.int32)  # it is int64 where 64 bits are enabled
         slices = _slices(stacks, index)
         given = None if cache is None else _given(slices, groups)
-        output = stack_slices.call(run_layer, *at(index, x, given, None if hint is None else entered))
+        behind = (
+            None if prefix is None else LayerPrefix(_slices(prefix.stack.layer, index, "prefix ")[0], prefix.length)
+        )
+        output = stack_slices.call(run_layer, *at(index, x, given, None if hint is None else entered, behind))
         after = jax.tree.map(stack_slices.Slice.replaced, slices, output.cache, is_leaf=stack_slices.is_slice)
         collected = jax.tree.map(
             lambda stack, new: jax.lax.dynamic_update_index_in_dim(stack, new, index, 0),
@@ -259,7 +265,8 @@ def run_loop(
 
     def first() -> tuple[Layer, PyTree]:
         given = None if cache is None else cache.layer_at(0)
-        output = run_layer(*at(jnp.int32(0), x, given, hint))
+        behind = None if prefix is None else LayerPrefix(prefix.stack.layer_at(0)[0], prefix.length)
+        output = run_layer(*at(jnp.int32(0), x, given, hint, behind))
         return output.cache, values_of(output)
 
     stacks, collected = None if cache is None else cache.layer, None
@@ -282,10 +289,10 @@ def _arrays(tree: PyTree) -> PyTree:
     )
 
 
-def _slices(stacks: Layer, index: Array) -> Layer:
-    """Returns a layer whose leaves are slices of stacks."""
+def _slices(stacks: Layer, index: Array, label: str = "") -> Layer:
+    """Returns a layer whose leaves are slices of stacks, with names that begin with a label."""
     leaves, tree = jax.tree.flatten(stacks)
-    return jax.tree.unflatten(tree, [stack_slices.Slice(leaf, index, str(i)) for i, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(tree, [stack_slices.Slice(leaf, index, f"{label}{i}") for i, leaf in enumerate(leaves)])
 
 
 def _given(slices: Layer, groups: tuple[Group, ...]) -> Layer:

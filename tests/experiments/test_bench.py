@@ -495,6 +495,14 @@ def test_prefixes(tmp_path):
 
 
 @pytest.mark.sampled(0)
+def test_shared(tmp_path):
+    (row,) = bench(tmp_path, "shared", "--context=900", "--batch=3", "--tokens=3")
+    assert (row["text"], row["rows"], row["% of tokens equal"]) == (900, 3, 100)
+    assert row["times as fast, steps"] > 0 < row["times as fast, question"]
+    assert row["MB of slots, shared"] < row["MB of slots, copies"]
+
+
+@pytest.mark.sampled(0)
 def test_speculate(tmp_path):
     """A draft that reads everything is always right."""
     arguments = ("--context=20", "--drafts=seen(window)", "--gammas=2", "--slots=64", "--against=none")

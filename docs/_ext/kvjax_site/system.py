@@ -27,6 +27,7 @@ FIGURES: Mapping[str, str] = {
     "learned reuse": "docs/reuse.md#learned-reuse",
     "messages": "docs/contexts.md#contexts-as-bytes",
     "prefixes": "docs/serving.md#prompts-that-begin-alike",
+    "shared": "docs/contexts.md#one-text-for-all-rows",
     "drafts": "experiments/measured/notes.md#rounds-of-drafts",
     "plans of serving": "docs/simulations.md#serving",
     "plans of preemption": "docs/simulations.md#preemption",

@@ -100,11 +100,6 @@ OUT = (
         "scores, without chance.",
     ),
     System(
-        "share", "ChunkAttention", "2402.15220",
-        reason="A kernel that reads a shared prefix once for all rows. Here what prompts share is computed once "
-        "(`kvjax.PrefixStore`), and each row has a copy.",
-    ),
-    System(
         "not a KV cache", "SkipDecode", "2307.02628",
         reason="Later tokens skip layers: it changes what is computed, and not what a cache holds.",
     ),

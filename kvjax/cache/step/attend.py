@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import attention
-from kvjax.cache import parallel_contexts
+from kvjax.cache import parallel_contexts, shared_prefix
 from kvjax.cache.groups import Group
+from kvjax.cache.shared_prefix import LayerPrefix
 from kvjax.cache.slots import free_slots, write
 from kvjax.cache.state import EMPTY, FAR, Block
 from kvjax.cache.step.interface import LayerArgs, StepInputs
@@ -205,7 +206,13 @@ def columns_of(chosen: Array | None, pool: Pool, block: Block, group: Group) -> 
 
 
 def attend(
-    query: Array, reading: Reading, pool: Pool, group: Group, log_weight: Array | None, **options: Any
+    query: Array,
+    reading: Reading,
+    pool: Pool,
+    group: Group,
+    log_weight: Array | None,
+    prefix: LayerPrefix | None = None,
+    **options: Any,
 ) -> tuple[Array, dict[str, Array]]:
     """Attends to the slots that are read.
 
@@ -215,6 +222,7 @@ def attend(
       pool: the slots.
       group: the kernels and the statistics.
       log_weight: [B, K, S'] float32 or None.
+      prefix: of all rows; None = there is none.
       options: arguments of `kvjax.attention.problem`.
 
     Returns:
@@ -226,6 +234,9 @@ def attend(
         (problem,) = made
         output, own = parallel_contexts.attend(problem, pool.layer, group.parallel)
         return attention.ungroup(output), own
+    if prefix is not None:
+        (problem,) = made
+        return attention.ungroup(shared_prefix.attend(problem, prefix)), {}
     if unranked := group.unranked_stores if _unranked(pool, group) else 0:
         # What the policy has evicted has no statistics.
         made = [each.without_statistics() for each in made[:unranked]] + made[unranked:]

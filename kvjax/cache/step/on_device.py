@@ -70,7 +70,7 @@ def step(
         elif group.sparse_prompt is not None and not attend.is_turn(group):
             output, columns = query_blocks.attend(query, chosen, pool, group, unrotate, **options)
         else:
-            output, columns = attend.attend(query, chosen, pool, group, log_weight, **options)
+            output, columns = attend.attend(query, chosen, pool, group, log_weight, block.prefix, **options)
             output = attend.mixed(output, chosen, group.selection)
         index = chosen.index if chosen.view is None else group.selection.settle(chosen.index, columns, chosen.view)
         return output, columns, index, chosen.position, chosen.chosen

@@ -20,6 +20,7 @@ from kvjax.cache.parallel_contexts import shift_of
 from kvjax.cache.state import Block, Layer, LayerKV
 from kvjax.cache.step import fused_kernel, on_device, prompt_replay
 from kvjax.cache.step.interface import AttentionOperands, LayerArgs, query_heads, rotated
+from kvjax.errors import ConfigError
 
 Array = jax.Array
 
@@ -99,6 +100,8 @@ def step(
     _check(layer, query, key, value, block, budget)
     args = LayerArgs() if args is None else args
     shift = None if layer is None or group.parallel is None else shift_of(layer)
+    if block.prefix is not None:
+        shift = _behind(block, group)
     inputs = rotated(query, key, value, block, group, args, shift)
     if layer is not None and group.replaying:
         return prompt_replay.step(layer, inputs, block, group, args)
@@ -107,6 +110,16 @@ def step(
     if layer is not None and group.slot_axes and not group.by_xla:
         return context_parallel.step(layer, inputs, block, group, budget, args)
     return on_device.step(layer, inputs, block, group, budget, args)
+
+
+def _behind(block: Block, group: Group) -> Array:
+    """Returns the difference of positions and those that tokens are rotated to, [B] int32, behind a shared prefix."""
+    if group.step_implementation is not None or group.slot_axes or group.replaying or group.evicts or group.needs:
+        raise ConfigError(
+            "rows that share a prefix have a full cache on one device, and run without kernels for whole steps; give "
+            "policies.full(), and implementation='xla' on GPUs and TPUs."
+        )
+    return -jnp.broadcast_to(block.prefix.length, block.prompt.shape)
 
 
 def _check(layer: LayerKV | None, query: Array, key: Array, value: Array, block: Block, budget: Array | None) -> None:
