@@ -42,6 +42,12 @@ def define(values: flags.FlagValues) -> None:
     whole("rows", 32, "number of requests that are answered at the same time")
     about = "bytes for the states of prompts, such as 4GB, which others that begin alike continue; 0 = none are kept"
     flags.DEFINE(Size(), "prefix_cache", "1GB", about, flag_values=values)
+    flags.DEFINE_bool(
+        "shared_slots",
+        False,
+        "hold the slots of what the prompts of a group share once, and read them once for all rows; full caches alone",
+        flag_values=values,
+    )
     text(
         "contexts",
         "a folder for contexts that requests keep (keep_context), and those of later runs continue (context)",

@@ -31,18 +31,8 @@ def in_groups(asked: Sequence[Asked], vocab_size: int) -> Ordered:
       asked: the requests.
       vocab_size: the number of token ids.
     """
-    others, valid, prompts, new_tokens = list[Asked](), list[Asked](), list[list[int]](), list[int]()
     first, last = by_context(asked)
-    for each in first:
-        request = each.request
-        tokens = [] if request is None else list(request.tokens)
-        if request is None or not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            others.append(each)  # to be refused
-            continue
-        wanted = request.max_new_tokens
-        valid.append(each)
-        prompts.append(tokens)
-        new_tokens.append(wanted if isinstance(wanted, int) else 0)
+    others, valid, prompts, new_tokens = valid_prompts(first, vocab_size)
     found = prefix_groups(prompts, new_tokens)
     if not found.saved:
         return Ordered([*first, *last], "")
@@ -52,6 +42,38 @@ def in_groups(asked: Sequence[Asked], vocab_size: int) -> Ordered:
         f"{total:,} prompt tokens need not be computed again ({found.bound:,} with beginnings within beginnings)"
     )
     return Ordered([*others, *(valid[number] for number in found.order()), *last], about)
+
+
+class ValidPrompts(NamedTuple):
+    """Requests by whether they can be answered.
+
+    Attributes:
+      others: those that cannot.
+      valid: those that can.
+      prompts: the tokens of their prompts.
+      new_tokens: the new tokens that they ask for.
+    """
+
+    others: list[Asked]
+    valid: list[Asked]
+    prompts: list[list[int]]
+    new_tokens: list[int]
+
+
+def valid_prompts(asked: Iterable[Asked], vocab_size: int) -> ValidPrompts:
+    """Returns the prompts of requests that can be answered; see `in_groups`."""
+    found = ValidPrompts([], [], [], [])
+    for each in asked:
+        request = each.request
+        tokens = [] if request is None else list(request.tokens)
+        if request is None or not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            found.others.append(each)
+            continue
+        wanted = request.max_new_tokens
+        found.valid.append(each)
+        found.prompts.append(tokens)
+        found.new_tokens.append(wanted if isinstance(wanted, int) else 0)
+    return found
 
 
 def by_context(asked: Iterable[Asked]) -> tuple[list[Asked], list[Asked]]:

@@ -48,6 +48,7 @@ class Asked:
       continues: the id of the request, of an earlier run, whose context it continues; None if it begins a text.
       stops: the texts that end it.
       uses_default: whether its max_new_tokens is the default.
+      shared: the number of tokens of its prompt that come before those of `request`.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Asked:
     continues: str | int | None = None
     stops: tuple[str, ...] = ()
     uses_default: bool = False
+    shared: int = 0
 
     @property
     def keeps(self) -> bool:

@@ -15,22 +15,26 @@ from tqdm.auto import tqdm
 
 import kvjax.products
 from experiments import fields
-from experiments.batch import groups, requests
+from experiments.batch import groups, requests, shared_texts
 from experiments.batch.contexts import Contexts, codec_of
 from experiments.batch.journal import FILES, Journal
 from experiments.batch.requests import Asked, Defaults
+from experiments.batch.shared_texts import SharedText
 from experiments.config import DataConfig, ExperimentConfig, TasksConfig
 from experiments.runs import identity
 from experiments.runs.resolve import check_fit, dtype_of
 from experiments.runs.session import Session, calibrated_for, describe, given_calibration
 from experiments.specs import build_spec
-from kvjax.cache import Limits
+from kvjax import contexts
+from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generation.sampling import Sample
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.budget import MIN_SLOTS
+from kvjax.policies.window import full
 from kvjax.serve import Request, Result, Runner
+from kvjax.serve.counts import Counts
 from kvjax.specs import user_files
 from kvjax.storage import dense
 from kvjax.transport import KVTC, CacheGen
@@ -56,6 +60,8 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
         raise ConfigError(f"--requests={values.requests!r} contains no requests.")
     check_sampling(values)
     config.data, config.baselines, config.tasks = DataConfig(num_sequences=values.rows), (), TasksConfig()
+    if values.shared_slots and values.contexts is not None:
+        raise ConfigError("--shared_slots cannot keep or continue contexts; leave out --contexts or --shared_slots.")
     if values.codec is not None and values.contexts is None:
         raise ConfigError("--codec says in which form contexts are kept; give --contexts=FOLDER too.")
     codec = codec_of(values.codec)
@@ -85,6 +91,10 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
         with jax.default_matmul_precision(exact):
             # Requests may be short, as those of the server.
             spec = build_spec(config, MIN_SLOTS)
+            if values.shared_slots and spec != CacheSpec(full()):
+                raise ConfigError(
+                    f"--shared_slots is for --config.policy.name=full with exact storage, not {spec.name}."
+                )
             if codec is not None and spec.storage != dense():
                 raise ConfigError(f"--codec codes keys and values that are held as they are, not {spec.storage.name}.")
             runner = Runner(
@@ -94,9 +104,10 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
                 implementation=config.implementation,
             )  # fmt: skip
             print("\n".join(line for line in runner.explain().splitlines() if line.startswith(SHOWN)), flush=True)
+            texts, others = shared_texts.divide(asked, model.config.vocab_size) if values.shared_slots else ([], asked)
             if folder is not None:
                 folder.begin(asked, limits, journal)
-            waiting, shared = [each for each in asked if each.index not in journal], ""
+            waiting, shared = [each for each in others if each.index not in journal], ""
             if runner.prefix_store is not None:
                 waiting, shared = groups.in_groups(waiting, model.config.vocab_size)
             elif folder is not None:
@@ -104,12 +115,37 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
             if shared:
                 print(shared, flush=True)
             start, before = time.perf_counter(), journal.written
+            runners = [runner]
+            for text in texts:
+                left = [each for each in text.asked if each.index not in journal]
+                if left:
+                    runners.append(runner_behind(text, texts, runner, values.rows, config.seed))
+                    answer(runners[-1], iter(left), journal, None, rows=values.rows, name=Path(values.requests).name)
             answer(runner, iter(waiting), journal, folder, rows=values.rows, name=Path(values.requests).name)
         journal.shorten()
         seconds = time.perf_counter() - start
-        print(summary(runner, journal.written - before, seconds))
+        print(summary([each.counts for each in runners], journal.written - before, seconds))
         print(f"Wrote {values.output}: {journal.written:,} results, of which {journal.failed:,} are errors")
         return FAILED if journal.failed else 0
+
+
+def runner_behind(text: SharedText, texts: Sequence[SharedText], runner: Runner, rows: int, seed: int) -> Runner:
+    """Returns a runner for the requests behind a text, whose slots it holds once.
+
+    Args:
+      text: the text.
+      texts: all texts, so that their runners have the same programs.
+      runner: for the other requests.
+      rows: its number of rows.
+      seed: of its key.
+    """
+    model, made = runner.model, runner.prompts
+    longest = max(len(each.request.tokens) for own in texts for each in own.asked if each.request is not None)
+    document = contexts.prefill(model, text.tokens, made.spec, implementation=made.implementation)
+    return Runner(
+        contexts.as_prefix(model, document), made.spec, rows=rows, limits=Limits(longest, made.limits.new_tokens),
+        key=jax.random.key(seed), implementation=made.implementation,
+    )  # fmt: skip
 
 
 def check_sampling(values: flags.FlagValues) -> None:
@@ -129,7 +165,7 @@ def about(
 ) -> JsonObject:
     """Returns the settings that results depend on."""
     used = ("model", "policy", "storage", "selection", "mesh", "rules", "prefill_block", "implementation", "seed")
-    own = ("rows", "prefix_cache", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
+    own = ("rows", "prefix_cache", "shared_slots", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
     # With their numbers, which are the names of requests without one.
     digest = hashlib.sha256(b"\n".join(b"%d %s" % each for each in given)).hexdigest()
     found = fields.to_dict(config)
@@ -252,16 +288,18 @@ def described(each: Asked, result: Result) -> JsonObject:
     if each.text is not None:
         each.text.finish()
         text = each.text.text
-    counts = {"prompt_tokens": result.prompt, "new_tokens": len(tokens)}
+    counts = {"prompt_tokens": each.shared + result.prompt, "new_tokens": len(tokens)}
     return {"text": text, "tokens": tokens, "reason": result.reason} | counts
 
 
-def summary(runner: Runner, results: int, seconds: float) -> str:
-    """One line: speed, and how well rows were used."""
-    counts = runner.counts
-    found = f", {counts.found_tokens:,} of {counts.prompt_tokens:,} prompt tokens found" if counts.found_tokens else ""
-    useful = 100 * counts.useful_row_steps / max(counts.row_steps, 1)
+def summary(counts: Sequence[Counts], results: int, seconds: float) -> str:
+    """One line: speed, and how well the rows of runners were used."""
+    tokens, steps, reads, found, prompts, useful = (
+        sum(getattr(each, name) for each in counts)
+        for name in ("tokens", "row_steps", "reads", "found_tokens", "prompt_tokens", "useful_row_steps")
+    )
+    about = f", {found:,} of {prompts:,} prompt tokens found" if found else ""
     return (
-        f"{results:,} results in {seconds:,.1f} s: {counts.tokens:,} new tokens ({counts.tokens / seconds:,.1f} per "
-        f"second), {useful:.1f} % of {counts.row_steps:,} row-steps useful, {counts.reads:,} reads by the host{found}"
+        f"{results:,} results in {seconds:,.1f} s: {tokens:,} new tokens ({tokens / seconds:,.1f} per second), "
+        f"{100 * useful / max(steps, 1):.1f} % of {steps:,} row-steps useful, {reads:,} reads by the host{about}"
     )

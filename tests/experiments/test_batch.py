@@ -164,6 +164,46 @@ def test_prompts_that_begin_alike(folder, capsys, monkeypatch):
     assert "prompt tokens found" in capsys.readouterr().out
 
 
+def test_slots_that_a_group_holds_once(folder, capsys, monkeypatch):
+    """Results are those of slots of their own; an interrupted run goes on with the same groups."""
+    (folder / "config.py").write_text(CONFIG.replace('name="window", budget=8, sinks=2', 'name="full"'))
+    rng = np.random.default_rng(4)
+    texts = rng.integers(1, 200, (3, 70)).tolist()
+    prompts = [texts[number % 2] + rng.integers(1, 200, number).tolist() for number in range(6)] + [texts[2], [99999]]
+    lines = [{"prompt": prompt, "max_new_tokens": 5} for prompt in prompts]
+    # It counts the tokens of the whole prompt.
+    lines.append({"prompt": [*texts[0], 7], "max_new_tokens": 5, "repetition_penalty": 1.5})
+    (folder / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(command(folder, "alone.jsonl")) == 1
+    asked, submit, put = [], Runner.submit, Journal.put
+
+    def recorded(self, request):
+        asked.append([*request.tokens])
+        return submit(self, request)
+
+    def interrupted(self, index, result):
+        put(self, index, result)
+        if index == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "submit", recorded)
+    monkeypatch.setattr(Journal, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(command(folder, "once.jsonl", "config.py", "--shared_slots"))
+    # A prompt that is the text itself has its last token for itself.
+    assert asked[:3] == [prompt[69:] for prompt in prompts[0:6:2]]
+    monkeypatch.setattr(Journal, "put", put)
+    asked.clear()
+    assert main(command(folder, "once.jsonl", "config.py", "--shared_slots")) == 1
+    assert asked[:5] == [prompts[2][69:], prompts[4][69:], *(prompt[70:] for prompt in prompts[1:6:2])]
+    assert sorted(map(len, asked[5:])) == [1, 70, 71]
+    assert read(folder / "once.jsonl") == read(folder / "alone.jsonl")
+    with pytest.raises(ConfigError, match=r"--shared_slots is for --config.policy.name=full with exact storage"):
+        main(command(folder, "other.jsonl", "config.py", "--shared_slots", "--config.storage=int8"))
+    with pytest.raises(ConfigError, match="cannot keep or continue contexts"):
+        main(command(folder, "other.jsonl", "config.py", "--shared_slots", f"--contexts={folder}"))
+
+
 def test_lines_that_cannot_be_answered(folder, capsys):
     good = {"prompt": [5, 6, 7], "max_new_tokens": 2}
     bad = {
