@@ -28,9 +28,8 @@ tokens this saves. Answers do not depend on it. Where the state after a beginnin
 policies and storages, only equal prompts share theirs. --prefix_cache=BYTES bounds these states, by default 1GB; with
 0, none are kept.
 
-With --shared_slots, the slots of what a group's prompts share are held once, and all rows of the group read them
-together; for --config.policy.name=full with exact storage. Answers are those without it but for rounding, and sampled
-tokens are others.
+With --shared_slots, the slots of the common prefix of a group of prompts are held once, and all rows of the group read
+them together; for --config.policy.name=full with exact storage. Answers are the same except for rounding.
 
 If a line cannot be answered, an error with the file name and the line number is printed to stderr, the result is
 {"id": ..., "error": "..."}, and the exit status is 1. If the process is killed, run the same command again to continue:

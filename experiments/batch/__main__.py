@@ -45,7 +45,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_bool(
         "shared_slots",
         False,
-        "hold the slots of what the prompts of a group share once, and read them once for all rows; full caches alone",
+        "hold the slots of a group's common prefix once, and read them once for all rows; only with a full cache",
         flag_values=values,
     )
     text(

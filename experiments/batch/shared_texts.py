@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from experiments.batch.groups import valid_prompts
 from experiments.batch.requests import Asked
-from kvjax.generation.sampling import penalty_of
+from kvjax.cache import Limits
 from kvjax.serve.grouping import prefix_groups
 
 LEAST_REQUESTS, LEAST_TOKENS = 2, 64  # that share a text, and of the text; others have slots of their own
@@ -24,18 +24,16 @@ class SharedText(NamedTuple):
     asked: list[Asked]
 
 
-def divide(asked: Sequence[Asked], vocab_size: int) -> tuple[list[SharedText], list[Asked]]:
+def divide(asked: Sequence[Asked], vocab_size: int, limits: Limits) -> tuple[list[SharedText], list[Asked]]:
     """Divides requests into those that share texts, and all others in their order.
-
-    A request with a repetition penalty, which counts the tokens of a prompt, shares none.
 
     Args:
       asked: all requests of a file, so that a run that continues another one finds the same texts.
       vocab_size: the number of token ids.
+      limits: of whole prompts; longer ones are among the others, to be refused.
     """
-    _, valid, prompts, new_tokens = valid_prompts(
-        [each for each in asked if each.request is None or penalty_of(each.request.sampler) is None], vocab_size
-    )
+    fit = [each for each in asked if each.request is not None and len(each.request.tokens) <= limits.prompt]
+    _, valid, prompts, new_tokens = valid_prompts(fit, vocab_size)
     texts, shared = list[SharedText](), set[int]()
     for group in prefix_groups(prompts, new_tokens).groups:
         own = [valid[number] for number in group.requests]

@@ -27,6 +27,7 @@ from experiments.runs.session import Session, calibrated_for, describe, given_ca
 from experiments.specs import build_spec
 from kvjax import contexts
 from kvjax.cache import CacheSpec, Limits
+from kvjax.contexts.shared import refuses_model
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generation.sampling import Sample
 from kvjax.models.model import Model
@@ -91,10 +92,13 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
         with jax.default_matmul_precision(exact):
             # Requests may be short, as those of the server.
             spec = build_spec(config, MIN_SLOTS)
-            if values.shared_slots and spec != CacheSpec(full()):
-                raise ConfigError(
-                    f"--shared_slots is for --config.policy.name=full with exact storage, not {spec.name}."
-                )
+            if values.shared_slots:
+                if spec != CacheSpec(full()):
+                    raise ConfigError(
+                        f"--shared_slots is for --config.policy.name=full with exact storage, not {spec.name}."
+                    )
+                if reason := refuses_model(model):
+                    raise ConfigError(f"--shared_slots cannot be used: {reason}.")
             if codec is not None and spec.storage != dense():
                 raise ConfigError(f"--codec codes keys and values that are held as they are, not {spec.storage.name}.")
             runner = Runner(
@@ -104,7 +108,9 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
                 implementation=config.implementation,
             )  # fmt: skip
             print("\n".join(line for line in runner.explain().splitlines() if line.startswith(SHOWN)), flush=True)
-            texts, others = shared_texts.divide(asked, model.config.vocab_size) if values.shared_slots else ([], asked)
+            texts, others = list[SharedText](), asked
+            if values.shared_slots:
+                texts, others = shared_texts.divide(asked, model.config.vocab_size, limits)
             if folder is not None:
                 folder.begin(asked, limits, journal)
             waiting, shared = [each for each in others if each.index not in journal], ""
@@ -115,16 +121,19 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
             if shared:
                 print(shared, flush=True)
             start, before = time.perf_counter(), journal.written
-            runners = [runner]
+            counts, name = [runner.counts], Path(values.requests).name
             for text in texts:
-                left = [each for each in text.asked if each.index not in journal]
-                if left:
-                    runners.append(runner_behind(text, texts, runner, values.rows, config.seed))
-                    answer(runners[-1], iter(left), journal, None, rows=values.rows, name=Path(values.requests).name)
-            answer(runner, iter(waiting), journal, folder, rows=values.rows, name=Path(values.requests).name)
+                if left := [each for each in text.asked if each.index not in journal]:
+                    # All of the group, so that a run that continues another one has the same arrays.
+                    rows = min(values.rows, len(text.asked))
+                    own = runner_behind(text, texts, runner, rows, config.seed)
+                    answer(own, iter(left), journal, None, rows=rows, name=name)
+                    counts.append(own.counts)
+                    del own  # its rows and its text
+            answer(runner, iter(waiting), journal, folder, rows=values.rows, name=name)
         journal.shorten()
         seconds = time.perf_counter() - start
-        print(summary([each.counts for each in runners], journal.written - before, seconds))
+        print(summary(counts, journal.written - before, seconds))
         print(f"Wrote {values.output}: {journal.written:,} results, of which {journal.failed:,} are errors")
         return FAILED if journal.failed else 0
 

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 from kvjax.analysis.gates import hidden_states, rates
 from kvjax.analysis.scan import ANALYSIS
 from kvjax.arguments import count_argument, number_argument
+from kvjax.cache import shared_prefix
 from kvjax.errors import InputError, StorageError, shown
 from kvjax.inputs import check_batch
 from kvjax.models.calibrate import calibrated
@@ -300,6 +301,7 @@ class _Work:
     def of(cls, model: Model, tokens: ArrayLike, lengths: ArrayLike | None, calibration: Calibration) -> "_Work":
         """Checks arguments; for errors see `train_directions`."""
         distributed.check_alone(model.params, ANALYSIS)
+        shared_prefix.refuse(model.params, ANALYSIS)
         config = model.config
         batch = check_batch(config, tokens, lengths, new_tokens=0)
         if not isinstance(calibration, Calibration):

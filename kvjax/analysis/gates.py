@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from kvjax.analysis.scan import ANALYSIS
 from kvjax.arguments import count_argument, number_argument
+from kvjax.cache import shared_prefix
 from kvjax.cache.planning.layout import Group
 from kvjax.cache.state import Block
 from kvjax.errors import InputError
@@ -180,6 +181,7 @@ def head_gates(
     import optax
 
     distributed.check_alone(model.params, ANALYSIS)
+    shared_prefix.refuse(model.params, ANALYSIS)
     config = model.config
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     # [B, T] bool, the tokens whose hidden states are compared

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax.cache import shared_prefix
 from kvjax.cache.layer_stack import arranged_state
 from kvjax.cache.planning.layout import Group
 from kvjax.cache.spec import CacheSpec, as_spec
@@ -65,6 +66,7 @@ def output_error(model: Model, tokens: ArrayLike, policy: Policy | CacheSpec, *,
       PolicyError: a policy or budget that cannot work.
     """
     distributed.check_alone(model.params, "kvjax.analysis")
+    shared_prefix.refuse(model.params, "kvjax.analysis")
     config, spec = model.config, as_spec(policy)
     batch = check_batch(config, tokens, None, new_tokens=0)
     rows, width = batch.tokens.shape

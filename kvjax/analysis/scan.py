@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.analysis.rows import Span, bounds, look
+from kvjax.cache import shared_prefix
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.layer_stack import arranged, arranged_state, common_runs, stacked_runs
 from kvjax.cache.planning.layout import Group, keep_everything
@@ -78,6 +79,7 @@ def over_tiles(
       ConfigError: a model that is spread over several processes.
     """
     distributed.check_alone(model.params, ANALYSIS)
+    shared_prefix.refuse(model.params, ANALYSIS)
     config = model.config
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     ids = _padded(batch.tokens)
@@ -164,6 +166,7 @@ def over_steps(
       PolicyError: a policy that cannot work.
     """
     distributed.check_alone(model.params, ANALYSIS)
+    shared_prefix.refuse(model.params, ANALYSIS)
     config = model.config
     # What attention saw of a pool in host memory is not kept, and is the same as of one on the device.
     specs = tuple(on_device(as_spec(policy)) for policy in policies)

@@ -17,10 +17,10 @@ from kvjax import attention
 from kvjax.cache.layer_stack import LayerRuns, LayerStack, arranged, entries_of
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Layer, LayerKV
-from kvjax.errors import PolicyError
+from kvjax.errors import InputError, PolicyError
 from kvjax.kernels.problem import Attended, Problem
 from kvjax.policies.window import full
-from kvjax.typing import PyTree
+from kvjax.typing import Implementation, PyTree
 
 Array = jax.Array
 PARAM = "shared_prefix"  # of a model's parameters: a `SharedPrefix`
@@ -39,17 +39,51 @@ def check_rows(params: Mapping[str, PyTree], spec: CacheSpec) -> None:
         )
 
 
+def refuse(params: Mapping[str, PyTree], name: str) -> None:
+    """Refuses parameters with a shared prefix, for what would read texts without it.
+
+    Args:
+      params: of a decoder.
+      name: of the function, for the message.
+
+    Raises:
+      InputError: they have one.
+    """
+    if PARAM in params:
+        raise InputError(
+            f"{name} cannot take a model from kvjax.contexts.as_prefix, and would ignore the text that its prompts "
+            "follow; give the model without it."
+        )
+
+
+def length_of(params: Mapping[str, PyTree]) -> Array | int:
+    """Returns the number of tokens of the prefix, [1] int32; 0 without one."""
+    length: Array | int = params[PARAM].length if PARAM in params else 0
+    return length
+
+
 def tokens_of(params: Mapping[str, PyTree]) -> int:
-    """Returns the number of tokens of the prefix; 0 without one, and while parameters are traced."""
-    length = params[PARAM].length if PARAM in params else 0
+    """Returns the number of tokens of the prefix on the host; 0 without one, and while parameters are traced."""
+    length = length_of(params)
     return 0 if isinstance(length, jax.core.Tracer) else int(np.max(length))
 
 
+def seen_of(params: Mapping[str, PyTree]) -> np.ndarray | bool:
+    """Returns which tokens the prefix has, [V] bool on the host, for repetition penalties; False without one."""
+    return np.asarray(params[PARAM].seen) if PARAM in params else False
+
+
+def implementation_for(params: Mapping[str, PyTree], asked: Implementation) -> Implementation:
+    """Returns the implementation for rows that may follow a prefix, which no kernel reads."""
+    return "xla" if asked == "auto" and PARAM in params else asked
+
+
 class LayerPrefix(flax.struct.PyTreeNode):
-    """The prefix in one layer.
+    """The prefix in one layer, or in those of a run.
 
     Attributes:
-      slots: the prefix's slots, of one row: keys and values [1, K, S, D] as they are, keys rotated.
+      slots: the prefix's slots, of one row: exact keys, which are rotated, and values, [1, K, S, D]; of a run, arrays
+        [1, L, ...].
       length: [1] int32, the number of its tokens.
     """
 
@@ -63,29 +97,18 @@ class SharedPrefix(flax.struct.PyTreeNode):
     Attributes:
       layers: its slots, as of a state of one row, with one group of heads in each layer.
       length: [1] int32, the number of its tokens.
+      seen: [V] bool, which tokens it has.
     """
 
     layers: Sequence[Layer]
     length: Array
+    seen: Array
 
-    def entries(self, runs: LayerRuns) -> tuple["LayerPrefix | StackPrefix", ...]:
-        """Returns the prefix in single layers, and in the stacks of runs."""
-        return tuple(
-            StackPrefix(each, self.length) if isinstance(each, LayerStack) else LayerPrefix(each[0], self.length)
-            for each in entries_of(arranged(self.layers, runs))
-        )
-
-
-class StackPrefix(flax.struct.PyTreeNode):
-    """The prefix in the layers of a run.
-
-    Attributes:
-      stack: its slots, arrays [1, L, ...].
-      length: [1] int32, the number of its tokens.
-    """
-
-    stack: LayerStack
-    length: Array
+    def entries(self, runs: LayerRuns) -> tuple[LayerPrefix, ...]:
+        """Returns the prefix in single layers, and in those of each run."""
+        every = entries_of(arranged(self.layers, runs))
+        layers = (each.layer if isinstance(each, LayerStack) else each for each in every)
+        return tuple(LayerPrefix(group, self.length) for (group,) in layers)
 
 
 def attend(own: Problem, prefix: LayerPrefix) -> Array:

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from kvjax.cache import shared_prefix
 from kvjax.checkpoint import chat, names, quantized, readers
 from kvjax.errors import CheckpointError
 from kvjax.models import families, generation_config
@@ -53,6 +54,7 @@ def save(model: Model, folder: str | Path) -> None:
         are not those of the configuration.
       KvjaxError: in the other processes, if the first one cannot write.
     """
+    shared_prefix.refuse(model.params, "kvjax.save")
     folder = Path(folder).expanduser().resolve()
     raw = families.write(model.config)
     params = _writable(model.params)

@@ -11,6 +11,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import shared_prefix
 from kvjax.cache.arrangements import arrangement_of
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import positions_of
@@ -153,7 +154,8 @@ def lowered_layout(model: Model, spec: CacheSpec, sizes: Sizes, options: CacheOp
     with model.on_mesh():
         layout = lower(
             spec, model.config, sizes, np.array([sizes.budget_prompt], np.int32),
-            implementation=options.implementation, platform=model.platform, dtype=model.dtype,
+            implementation=shared_prefix.implementation_for(model.params, options.implementation),
+            platform=model.platform, dtype=model.dtype,
         ).layout  # fmt: skip
         runs = layer_loop.possible_runs(model.config, model.params, layout.prompt, layout.decode)
     return dataclasses.replace(layout, runs=runs)

@@ -12,6 +12,7 @@ from kvjax.cache.shared_prefix import PARAM, SharedPrefix
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Layer, LayerKV, exact_store
 from kvjax.contexts.prefix_store import rotated_by_length
+from kvjax.contexts.rewinding import reason_against
 from kvjax.contexts.turns import own_model
 from kvjax.errors import InputError
 from kvjax.generation.context import Context
@@ -27,9 +28,10 @@ def as_prefix(model: Model, context: Context) -> Model:
     """Returns a model whose prompts all follow the text of a context, which is held once for all rows.
 
     Prompts, and what is generated after them, are as behind copies of the context (`kvjax.contexts.rows`), but for
-    rounding. The slots of the text take their bytes once instead of once per row, and a step reads them once. Every
-    function that takes a model and a policy takes this one, with `kvjax.policies.full`; positions of slots count from
-    the first token after the text.
+    rounding. The slots of the text take their bytes once instead of once per row, and a step reads them once.
+    `kvjax.generate`, `kvjax.log_likelihood`, `kvjax.score_choices`, `kvjax.Runner` and the functions of
+    `kvjax.contexts` take such a model, with `kvjax.policies.full`. Positions of slots count from the first token after
+    the text. A gradient is with respect to all parameters but ``shared_prefix``, which has integers.
 
     Example:
       document = kvjax.contexts.prefill(model, tokens, policies.full())
@@ -49,8 +51,18 @@ def as_prefix(model: Model, context: Context) -> Model:
         raise InputError(f"a context cannot be the prefix of all rows: {reason}.")
     length = int(distributed.to_host(context.state.length)[0])
     layers = _trimmed(context.state.layers, size=slots_bucket(length))
-    prefix = SharedPrefix(layers, jax.device_put(np.array([length], np.int32)))
+    # [V]
+    seen = np.zeros(own.config.vocab_size, bool)
+    seen[_text(context)] = True
+    prefix = SharedPrefix(layers, *jax.device_put((np.array([length], np.int32), seen)))
     return dataclasses.replace(own, params={**own.params, PARAM: prefix})
+
+
+def _text(context: Context) -> np.ndarray:
+    """Returns the tokens of a context, [n] int32."""
+    text = context.text
+    assert text is not None
+    return text[0]
 
 
 def _refuses(model: Model, context: Context) -> str | None:
@@ -60,10 +72,17 @@ def _refuses(model: Model, context: Context) -> str | None:
     if context.made is None or context.made.spec != CacheSpec(policies.full()):
         held = "is not known" if context.made is None else f"is {context.made.spec.name}"
         return f"its cache {held}; give one under policies.full() with exact storage"
+    if context.text is None:
+        return "its tokens are not known"
+    return refuses_model(model) or reason_against(context.layout)
+
+
+def refuses_model(model: Model) -> str | None:
+    """Returns why no text can be the prefix of all rows of a model, or None."""
     if model.mesh is not None:
         return "the model is on a mesh"
     if model.config.learned_positions:
-        return "the model has a table of positions, which ends"
+        return "the model has learned positions"
     if scaling := rotated_by_length(model):
         return f"keys depend on the length of the whole text ({scaling} RoPE)"
     return "the model has such a prefix already; extend that text instead" if PARAM in model.params else None

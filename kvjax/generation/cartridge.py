@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.arguments import count_argument, number_argument, plain_signature
+from kvjax.cache import shared_prefix
 from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
@@ -84,6 +85,7 @@ def cartridge(
     import optax
 
     distributed.check_alone(model.params, "training of slots")
+    shared_prefix.refuse(model.params, "training of slots")
     steps = count_argument("steps", steps, error=InputError)
     rate = number_argument("rate", rate, minimum=0.0, maximum=float("inf"), error=InputError)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)

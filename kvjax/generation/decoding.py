@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import shared_prefix
 from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
@@ -60,6 +61,7 @@ def first_token(
     stop: Array,
     seen: Array | None = None,
     forced: Array | None = None,
+    behind: Array | int = 0,
     *,
     sampler: Sampler,
 ) -> tuple[Carry, Array, Array]:
@@ -73,6 +75,7 @@ def first_token(
       stop: [n] int32, token ids that end a row.
       seen: from `seen_tokens`.
       forced: [B] int32, the tokens to take; `PAD` for those that the sampling method chooses. None if it chooses all.
+      behind: [1] int32, the tokens of a prefix that all rows follow; see `kvjax.cache.shared_prefix`.
       sampler: the sampling method.
 
     Returns:
@@ -80,7 +83,7 @@ def first_token(
       log-probability is not finite has ended, and its token is `PAD`.
     """
     # [B]
-    token, logprob, ongoing = _choose(logits, state.length, request, key, seen, sampler, stop, forced)
+    token, logprob, ongoing = _choose(logits, state.length + behind, request, key, seen, sampler, stop, forced)
     # A row without a prompt is padding.
     active = ongoing & (state.length > 0)
     return Carry(state, token, active, request, key, _with_token(seen, token)), token, logprob
@@ -109,8 +112,8 @@ def decode_steps(
       carry: from `first_token` or the previous call; donated.
       stop: [n] int32, token ids that end a row.
       steps: int32, the number of tokens to generate, at most `CHUNK`.
-      forced: [B, CHUNK] int32, the tokens to take; `PAD` for those that the sampling method chooses. None if it
-        chooses all, in a program that can do nothing else.
+      forced: [B, CHUNK] int32, the tokens to take; `PAD` for those that the sampling method chooses. None = it
+        chooses all; this is another program.
       config: the decoder.
       phase: the groups of heads of each layer.
       sampler: the sampling method.
@@ -127,7 +130,7 @@ def decode_steps(
     runs = decoder.runs_now(carry.state, phase)
     carry = carry._replace(state=arranged_state(carry.state, runs))
     decoder = decoder.looped(runs)
-    rows = carry.token.shape[0]
+    rows, behind = carry.token.shape[0], shared_prefix.length_of(params)
 
     def unfinished(loop: Loop) -> Array:
         i, carry, *_ = loop
@@ -151,8 +154,9 @@ def decode_steps(
         logits = decoder.logits(x[:, 0])
         # [B]
         given = None if forced is None else forced[:, i]
+        position = kv.length + behind
         token, logprob, ongoing = _choose(
-            logits, kv.length, carry.request, carry.key, carry.seen, sampler, stop, given
+            logits, position, carry.request, carry.key, carry.seen, sampler, stop, given
         )  # fmt: skip
         token, logprob = jnp.where(active, token, PAD), jnp.where(active, logprob, 0.0)
         # [B, CHUNK]

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from kvjax.arguments import plain_signature
+from kvjax.cache import shared_prefix
 from kvjax.cache.layer_stack import positions_of
 from kvjax.cache.planning.layout import CacheLayout, kept
 from kvjax.cache.spec import CacheSpec
@@ -237,13 +238,16 @@ def _decode(
         key = key[np.pad(np.arange(rows), padding)]
     check_room(prefilled, max_new_tokens)
     nothing = nothing_forced(prefilled.logits.shape[0])
+    seen = seen_tokens(prefilled, sampler)
+    seen = None if seen is None else seen | shared_prefix.seen_of(model.params)
     produced: list[tuple[np.ndarray, np.ndarray]] = []
     recorded: list[tuple[selection_record.Steps | None, int]] = []
     done = 1
     with model.on_mesh(), tqdm(total=max_new_tokens, desc="decode", unit="tok", disable=not progress) as bar:
         carry, first, logprob = first_token(
             prefilled.logits, prefilled.state, model.place(request), key, stop_ids,
-            model.place(seen_tokens(prefilled, sampler)), model.place(nothing[:, 0]), sampler=sampler,
+            model.place(seen), model.place(nothing[:, 0]),
+            shared_prefix.length_of(model.params), sampler=sampler,
         )  # fmt: skip
         first, logprob = distributed.to_host((first, logprob))
         produced.append((first[:rows, None], logprob[:rows, None]))

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
+from kvjax.cache import shared_prefix
 from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import CacheLayout, Phase, kept
 from kvjax.cache.planning.limits import power_of_two
@@ -193,8 +194,9 @@ def score_continuation(model: Model, prefilled: Context, tokens: np.ndarray, *, 
         request, key, stop = np.zeros(len(prompt), np.int32), jax.random.key(0), check_stop(())
         state = jax.tree.map(_copied, prefilled.state)
         carry, _, logprobs = first_token(
-            prefilled.logits, state, model.place(request), key, stop, None, model.place(ids[:, 0]), sampler=Greedy()
-        )
+            prefilled.logits, state, model.place(request), key, stop, None, model.place(ids[:, 0]),
+            shared_prefix.length_of(model.params), sampler=Greedy(),
+        )  # fmt: skip
         parts.append(logprobs[:, None])
         bar.update()
         for start in range(1, count, CHUNK):

@@ -211,8 +211,9 @@ def prepare(
         prompt, int(np.max(total - prompt)) if following is None else following, width=width,
         block=options.prefill_block, limits=options.limits, last_fed=last_fed,
     )  # fmt: skip
+    implementation = shared_prefix.implementation_for(model.params, options.implementation)
     lowered = lower(
-        spec, model.config, sizes, prompt, implementation=options.implementation, platform=model.platform,
+        spec, model.config, sizes, prompt, implementation=implementation, platform=model.platform,
         dtype=model.dtype, totals=total,
     )  # fmt: skip
     # The prediction after the last token of a scored text is not used, so that its position does not matter.
@@ -223,7 +224,7 @@ def prepare(
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params)):
         runs = layer_loop.possible_runs(model.config, model.params, layout.prompt, layout.decode)
         layout = dataclasses.replace(layout, runs=runs)
-    return Prepared(layout, lowered.budgets, sizes.prompt, rows, options.implementation, sizes)
+    return Prepared(layout, lowered.budgets, sizes.prompt, rows, implementation, sizes)
 
 
 def run_prompts(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from kvjax import products
-from kvjax.cache import shared_layers
+from kvjax.cache import shared_layers, shared_prefix
 from kvjax.cache.groups import Group
 from kvjax.cache.layer_stack import LayerRun, LayerStack, sequence_of
 from kvjax.cache.planning.layout import CacheLayout, Phase
@@ -42,7 +42,7 @@ def can_reuse(store: PromptStore, model: Model, layout: CacheLayout, rows: int, 
       width: the number of tokens that prompts are padded to.
     """
     early = [group for groups in layout.prompt for group in groups]
-    if layout.block is not None or layout.replay is not None:
+    if layout.block is not None or layout.replay is not None or shared_prefix.PARAM in model.params:
         return False
     if not all(group.selection.reads_all for group in early):
         return False

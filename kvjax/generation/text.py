@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from kvjax.cache import shared_prefix
 from kvjax.cache.spec import CacheSpec
 from kvjax.checkpoint.chat import Message
 from kvjax.checkpoint.encoding import EncodedBatch, Tokenizer, padded
@@ -80,7 +81,9 @@ def generate_text(
     if tokenizer is None:
         raise InputError("the model has no tokenizer, which texts need; give token ids to `kvjax.generate`.")
     items = _items(texts)
-    prompts = padded([_encoded(tokenizer, item, number, template) for number, item in enumerate(items)])
+    # A text that follows another one does not begin with BOS.
+    bos = shared_prefix.PARAM not in model.params
+    prompts = padded([_encoded(tokenizer, item, number, template, bos=bos) for number, item in enumerate(items)])
     defaults = model.generation
     if sampler is None and defaults.unsupported:
         named = ", ".join(defaults.unsupported)
@@ -117,10 +120,10 @@ def _items(texts: Text | Sequence[Text]) -> Sequence[Text]:
     return [texts] if isinstance(texts[0], Mapping) else texts  # type: ignore[return-value,list-item]
 
 
-def _encoded(tokenizer: Tokenizer, item: Text, number: int, template: str | None) -> list[int]:
-    """Returns the token ids of a text or a conversation."""
+def _encoded(tokenizer: Tokenizer, item: Text, number: int, template: str | None, *, bos: bool) -> list[int]:
+    """Returns the token ids of a text, with or without BOS, or of a conversation."""
     if isinstance(item, str):
-        ids = tokenizer.encode(item)
+        ids = tokenizer.encode(item, bos=bos)
     else:
         ids = tokenizer.encode(tokenizer.apply_chat_template(item, template=template), bos=False)
     if not ids:

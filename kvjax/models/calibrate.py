@@ -91,6 +91,7 @@ def calibrate(
     sizes = model_sizes(model.config)
     shapes = expected(parameters, sizes)  # raises for a model that the policy does not run on
     distributed.check_alone(model.params, "kvjax.calibrate")
+    shared_prefix.refuse(model.params, "kvjax.calibrate")
     storage = storage.bound(model.config.num_kv_heads)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     with model.on_mesh():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.arguments import count_argument
+from kvjax.cache import shared_prefix
 from kvjax.errors import StorageError
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
@@ -39,6 +40,7 @@ def compress_kv_heads(model: Model, calibration: Calibration, heads: int) -> Mod
       ConfigError: a model that is spread over several processes.
     """
     distributed.check_alone(model.params, "compress_kv_heads")
+    shared_prefix.refuse(model.params, "compress_kv_heads")
     config = model.config
     heads = count_argument("compress_kv_heads: heads", heads, minimum=1, error=StorageError)
     held = kv_heads(heads).bound(config.num_kv_heads)

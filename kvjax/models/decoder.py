@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from kvjax.cache import shared_layers, shared_prefix
 from kvjax.cache.layer_stack import LayerStack, arranged, entries_of, sequence_of, stacked_runs
 from kvjax.cache.planning.layout import Group, Phase, keep_everything
-from kvjax.cache.shared_prefix import SharedPrefix, StackPrefix
+from kvjax.cache.shared_prefix import SharedPrefix
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
 from kvjax.cache.step.interface import AttentionOperands, LayerArgs
@@ -390,7 +390,7 @@ class Decoder(nn.Module):
                 collect = self._collect if self._wanted() else None
                 looped = run_loop(
                     run_layer, run, x, hint, stack, block, params, phase[index], collect,
-                    None if prefixes is None else cast(StackPrefix, prefixes[len(after)]),
+                    None if prefixes is None else prefixes[len(after)],
                 )  # fmt: skip
                 self._sow(index, looped.collected)
                 after.append(looped.cache)

@@ -3,8 +3,8 @@
 XLA compiles every operation of every layer that it is given. A loop has the operations of one layer, and its iterations
 differ in data: they have matrices of weights by an index (`kvjax.products.IndexedMatrix`), and other parameters,
 budgets and caches in stacks (`kvjax.numerics.stack_slices`). Loops run on CPUs, where kvjax's own products read one of
-several matrices. On other platforms layers are unrolled, as are those that share arrays or have them in host memory: a
-kernel would be given a copy of each layer's slice of the stacked caches.
+several matrices. On other platforms layers are unrolled, because a kernel would be given a copy of each layer's slice
+of the stacked caches. Layers that share arrays, or have them in host memory, are unrolled too.
 
 SmolLM2-135M with a full cache in int8, 2 rows of 512 tokens, two cores of an EPYC: a first `generate` takes 9 CPU
 seconds instead of 43, a step 26 ms instead of 31. With the codes of its GGUF file as weights, under h2o, one row of
@@ -31,7 +31,7 @@ from jax.tree_util import KeyPath, tree_flatten_with_path
 
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import LayerRun, LayerRuns, LayerStack
-from kvjax.cache.shared_prefix import LayerPrefix, StackPrefix
+from kvjax.cache.shared_prefix import LayerPrefix
 from kvjax.cache.state import Block, Layer, LayerKV
 from kvjax.errors import ConfigError
 from kvjax.kernels.decode import coded
@@ -189,6 +189,7 @@ class Output(Protocol):
 
 
 T = TypeVar("T", bound=Output)
+S = TypeVar("S", Layer, LayerKV)
 
 
 class LoopOutput(NamedTuple):
@@ -217,7 +218,7 @@ def run_loop(
     params: Params,
     groups: tuple[Group, ...],
     collect: Callable[[T], PyTree] | None = None,
-    prefix: StackPrefix | None = None,
+    prefix: LayerPrefix | None = None,
 ) -> LoopOutput:
     """Runs the layers of a run, one after the other.
 
@@ -242,6 +243,10 @@ def run_loop(
         tokens = block.replace(budget=budget, layer=run.start + index, prefix=behind)
         return _of_layer(own, params[f"layer_{run.start}"], index), x, layer, tokens, hint
 
+    def prefix_at(index: Array) -> LayerPrefix | None:
+        """Returns the prefix in one layer, whose arrays are slices."""
+        return None if prefix is None else prefix.replace(slots=_slices(prefix.slots, index, "prefix "))
+
     Carry = tuple[Array, Array, Layer, PyTree]
 
     def body(index: Array, carry: Carry) -> Carry:
@@ -249,10 +254,7 @@ def run_loop(
         index = index.astype(jnp.int32)  # it is int64 where 64 bits are enabled
         slices = _slices(stacks, index)
         given = None if cache is None else _given(slices, groups)
-        behind = (
-            None if prefix is None else LayerPrefix(_slices(prefix.stack.layer, index, "prefix ")[0], prefix.length)
-        )
-        output = stack_slices.call(run_layer, *at(index, x, given, None if hint is None else entered, behind))
+        output = stack_slices.call(run_layer, *at(index, x, given, None if hint is None else entered, prefix_at(index)))
         after = jax.tree.map(stack_slices.Slice.replaced, slices, output.cache, is_leaf=stack_slices.is_slice)
         collected = jax.tree.map(
             lambda stack, new: jax.lax.dynamic_update_index_in_dim(stack, new, index, 0),
@@ -265,8 +267,7 @@ def run_loop(
 
     def first() -> tuple[Layer, PyTree]:
         given = None if cache is None else cache.layer_at(0)
-        behind = None if prefix is None else LayerPrefix(prefix.stack.layer_at(0)[0], prefix.length)
-        output = run_layer(*at(jnp.int32(0), x, given, hint, behind))
+        output = run_layer(*at(jnp.int32(0), x, given, hint, _arrays(prefix_at(jnp.int32(0)))))
         return output.cache, values_of(output)
 
     stacks, collected = None if cache is None else cache.layer, None
@@ -289,10 +290,12 @@ def _arrays(tree: PyTree) -> PyTree:
     )
 
 
-def _slices(stacks: Layer, index: Array, label: str = "") -> Layer:
-    """Returns a layer whose leaves are slices of stacks, with names that begin with a label."""
+def _slices(stacks: S, index: Array, label: str = "") -> S:
+    """Returns a layer, or a group of its heads, whose leaves are slices of stacks; their names begin with a label."""
     leaves, tree = jax.tree.flatten(stacks)
-    return jax.tree.unflatten(tree, [stack_slices.Slice(leaf, index, f"{label}{i}") for i, leaf in enumerate(leaves)])
+    slices = [stack_slices.Slice(leaf, index, f"{label}{i}") for i, leaf in enumerate(leaves)]
+    made: S = jax.tree.unflatten(tree, slices)
+    return made
 
 
 def _given(slices: Layer, groups: tuple[Group, ...]) -> Layer:

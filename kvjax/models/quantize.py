@@ -17,6 +17,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
+from kvjax.cache import shared_prefix
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import POLICY
@@ -142,6 +143,7 @@ def quantize_weights(model: Model, bits: int = 4, group: int | None = GROUP, *, 
     """
     weights = WeightCodes(bits, group, head)
     check(model.config, weights)
+    shared_prefix.refuse(model.params, "kvjax.quantize_weights")
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise ConfigError("the weights of this model are already quantized; load exact ones.")
 

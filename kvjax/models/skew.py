@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.arguments import plain_signature
+from kvjax.cache import shared_prefix
 from kvjax.cache.state import Block
 from kvjax.errors import InputError
 from kvjax.inputs import check_batch
@@ -50,6 +51,7 @@ def find_skew(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = No
       ConfigError: a model that is spread over several processes.
     """
     distributed.check_alone(model.params, "find_skew")
+    shared_prefix.refuse(model.params, "find_skew")
     config = model.config
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     group = config.num_heads // config.num_kv_heads

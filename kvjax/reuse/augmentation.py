@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.arguments import plain_signature
+from kvjax.cache import shared_prefix
 from kvjax.cache.groups import Phase
 from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.state import Block, KVState
@@ -61,6 +62,7 @@ def initial_coprocessor(model: Model, latents: int, *, seed: int = 0) -> Coproce
     """
     if isinstance(latents, bool) or not isinstance(latents, int | np.integer) or latents < 0:
         raise InputError(f"latents must be a whole number of at least 0; got {shown(latents)}.")
+    shared_prefix.refuse(model.params, "cache augmentation")
     drawn = np.random.default_rng(seed).integers(0, model.config.vocab_size, int(latents))
     embed = Embed(model.config, model.dtype, parent=None)
     # [n_l, embed]
@@ -180,6 +182,7 @@ def check_coprocessor(model: Model, coprocessor: Coprocessor) -> None:
     if not isinstance(coprocessor, Coprocessor):
         raise InputError(f"coprocessor must be a kvjax.reuse.Coprocessor; got {shown(coprocessor)}.")
     distributed.check_alone(model.params, "cache augmentation")
+    shared_prefix.refuse(model.params, "cache augmentation")
     if model.mesh is not None:
         raise InputError("cache augmentation runs on one device; load the model without a mesh.")
     latents, own = coprocessor.latents, coprocessor.params

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.arguments import plain_signature
-from kvjax.cache import shared_prefix
 from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.contexts.turns import same_weights
 from kvjax.errors import InputError
@@ -66,8 +65,6 @@ def compute(model: Model, tokens: ArrayLike, prefix: ChunkCache | None = None) -
       InputError: tokens that are not valid, a prefix of another model, or a model with learned positions.
     """
     ids = checked_tokens(model.config, "tokens", tokens)
-    if shared_prefix.PARAM in model.params:
-        raise InputError("chunks cannot be computed behind a shared prefix; give it as prefix=, from compute.")
     check_prefix(model, prefix)
     text = Text.of(model, [], prefix, tokens=ids)
     begun = 0 if prefix is None else len(prefix)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from kvjax.cache import shared_prefix
 from kvjax.cache.groups import Group
 from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, exact_store
@@ -108,6 +109,7 @@ def run_tokens(
       choose: says which tokens go on after a layer; None = all.
       record: is given the index and the result of each layer, and n, after which its arrays have padding.
     """
+    shared_prefix.refuse(model.params, "kvjax.reuse")
     config, dtype = model.config, model.dtype
     size, layers = len(known), config.num_layers
     active = np.zeros((layers, size), bool)

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from kvjax import policies
 from kvjax.arguments import plain_signature
+from kvjax.cache import shared_prefix
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.layer_stack import arranged_state
 from kvjax.cache.planning.layout import CacheLayout
@@ -86,6 +87,7 @@ def fewer_layers(model: Model, layers: Sequence[int]) -> Model:
     Raises:
       InputError: layers that the model does not have, or that do not ascend.
     """
+    shared_prefix.refuse(model.params, "reuse.fewer_layers")
     config = model.config
     chosen = tuple(layers)
     whole = all(isinstance(each, numbers.Integral) and not isinstance(each, bool) for each in chosen)
@@ -288,6 +290,7 @@ def check_predictor(model: Model, predictor: Predictor) -> None:
     auxiliary = predictor.auxiliary
     for each in (model, auxiliary):
         distributed.check_alone(each.params, "KV prediction")
+        shared_prefix.refuse(each.params, "KV prediction")
         if each.mesh is not None:
             raise InputError("KV prediction runs on one device; load the base and the auxiliary model without a mesh.")
     config, other = model.config, auxiliary.config

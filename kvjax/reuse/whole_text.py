@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import shared_prefix
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV, exact_store
@@ -59,6 +60,7 @@ def run_whole(
     Returns:
       The input of the output head, [B, n, embed]; and the keys and values of each layer.
     """
+    shared_prefix.refuse(params, "kvjax.reuse")
     decoder = bind(config, params)
     block = whole_block(lengths, tokens.shape[1], config.num_layers)
     x = decoder.enter(tokens, block)

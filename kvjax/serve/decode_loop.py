@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import shared_prefix
 from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
@@ -72,6 +73,7 @@ class Entry(NamedTuple):
       seen: [V] bool, see `Rows`.
       given: [n] int32, see `Rows`.
       given_length: [] int32.
+      behind: [] int32, the tokens of a prefix that all rows follow; see `kvjax.cache.shared_prefix`.
     """
 
     key: Leaf
@@ -82,6 +84,7 @@ class Entry(NamedTuple):
     seen: Leaf
     given: Leaf
     given_length: Leaf
+    behind: Leaf
 
 
 class DraftCounts(NamedTuple):
@@ -162,7 +165,7 @@ def admit(rows: Rows, state: KVState, logits: Array, source: Array, row: Array, 
     sampling = jax.tree.map(lambda x: x[None], entry.sampling)
     # [1, V]
     seen = entry.seen[None]
-    chosen, logprob = choose(host_memory.take_rows(logits, one), own.length, key, seen, sampling)
+    chosen, logprob = choose(host_memory.take_rows(logits, one), own.length + entry.behind, key, seen, sampling)
     fresh = entry.given_length[None] == 0
     token = jnp.where(fresh, only_finite(chosen, logprob), entry.given[:1])
     remaining = entry.max_new_tokens[None] - fresh.astype(jnp.int32)
@@ -207,7 +210,7 @@ def decode_chunk(
     decoder, stacked = bind(config, params), stacked_runs(rows.state.layers)
     runs = decoder.runs_now(rows.state, phase)
     decoder = decoder.looped(runs)
-    count = rows.token.shape[0]
+    count, behind = rows.token.shape[0], shared_prefix.length_of(params)
     rows = rows._replace(active=rows.active & going_on, state=arranged_state(rows.state, runs))
 
     def unfinished(loop: _Loop) -> Array:
@@ -219,7 +222,7 @@ def decode_chunk(
         active = rows.active
         state, logits = feed(decoder, rows.state, rows.token, active, phase)
         # [R] each
-        chosen, logprob = choose(logits, state.length, rows.key, rows.seen, rows.sampling)
+        chosen, logprob = choose(logits, state.length + behind, rows.key, rows.seen, rows.sampling)
         chosen = only_finite(chosen, logprob)
         given = rows.fed < rows.given_length
         index = jnp.minimum(rows.fed, rows.given.shape[1] - 1)[:, None]

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from kvjax.attention import Implementation
+from kvjax.cache import shared_prefix
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import Limits, Sizes, prompt_bucket
 from kvjax.cache.planning.lowering import Budgets, budgets_of, lower
@@ -83,6 +84,7 @@ class Prompts:
         distributed.check_alone(model.params, "serving with a Runner")
         self.model, self.spec, self.limits = calibrated(model, spec, None), spec, limits
         check_positions(model.config, spec.policy.positions)
+        implementation = shared_prefix.implementation_for(model.params, implementation)
         self._rows, self.implementation, self._stored = rows, implementation, stored
         self._layouts: dict[int | None, CacheLayout] = {}
         self.block, self.one_shot_reason = self._block(prefill_block)

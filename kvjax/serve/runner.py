@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from kvjax import contexts
 from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
+from kvjax.cache import shared_prefix
 from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.contexts.folders import ContextCodec
@@ -355,10 +356,12 @@ class Runner:
         seen[own.tokens] = True
         if own.prefix is not None:
             seen[prefixes.text_of(own.prefix)] = True
+        seen |= shared_prefix.seen_of(self.model.params)
         key = self._key if own.seed is None else jax.random.key(own.seed, impl=jax.random.key_impl(self._key))
         return decode_loop.Entry(
             key=key, number=np.int32(own.number), max_new_tokens=np.int32(own.max_new_tokens), stop=stop,
             sampling=settings(own.sampler), seen=seen, given=given, given_length=np.int32(job.given),
+            behind=np.int32(shared_prefix.tokens_of(self.model.params)),
         )  # fmt: skip
 
     def _dispatch(self) -> None:

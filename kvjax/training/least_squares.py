@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.arguments import count_argument
+from kvjax.cache import shared_prefix
 from kvjax.errors import PolicyError
 from kvjax.inputs import check_batch
 from kvjax.models.model import Model
@@ -196,6 +197,7 @@ def fit_gate(model: Model, gate: Gate, tokens: ArrayLike, *, objective: Replayed
       ConfigError: a model that is spread over several processes.
     """
     distributed.check_alone(model.params, "kvjax.training.fit_gate")
+    shared_prefix.refuse(model.params, "kvjax.training.fit_gate")
     check(gate, objective)
     rows = count_argument("rows", rows, minimum=1)
     texts = check_batch(model.config, tokens, None, new_tokens=0).tokens

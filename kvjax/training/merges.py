@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.arguments import count_argument, number_argument
+from kvjax.cache import shared_prefix
 from kvjax.errors import PolicyError
 from kvjax.generation.score_function import score_function
 from kvjax.inputs import check_batch
@@ -82,6 +83,7 @@ def train_merge(
     import optax
 
     distributed.check_alone(model.params, "kvjax.training.train_merge")
+    shared_prefix.refuse(model.params, "kvjax.training.train_merge")
     found = merge_parameters_of(policy)
     if len(found) != 1:
         raise PolicyError(

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.arguments import count_argument, number_argument
+from kvjax.cache import shared_prefix
 from kvjax.errors import PolicyError
 from kvjax.inputs import check_batch
 from kvjax.models.model import Model
@@ -91,6 +92,7 @@ def train_gate(
     import optax
 
     distributed.check_alone(model.params, "kvjax.training.train_gate")
+    shared_prefix.refuse(model.params, "kvjax.training.train_gate")
     objective = NextToken() if objective is None else objective
     objective.check(gate)
     layers = model.config.num_layers

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import contexts, policies, reuse, storage
+from kvjax import analysis, contexts, policies, reuse, storage, training
 from kvjax.cache.groups import Group
 from kvjax.cache.shared_prefix import PARAM, LayerPrefix
 from kvjax.cache.state import Block, nbytes
@@ -36,6 +36,10 @@ def windowed():
     return kvjax.Model(config, random_weights(config))
 
 
+def without_positions():
+    return dataclasses.replace(tiny().model, config=dataclasses.replace(tiny().model.config, rope=None))
+
+
 def copies(model, text=TEXT):
     """The answers of rows that have copies of the text."""
     turn = contexts.extend(model, contexts.rows(begun(model, text=text), [0] * 3), QUESTIONS, lengths=LENGTHS)
@@ -47,8 +51,17 @@ def assert_same_answers(got, expected):
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=2e-5)
 
 
+MODELS = {
+    "tiny": lambda: tiny().model,
+    "windows and caps": windowed,
+    "one KV head": lambda: tiny("mqa").model,
+    "no positions": without_positions,
+}
+
+
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("block", [None, 4], ids=["one shot", "blocks"])
-@pytest.mark.parametrize("make", [lambda: tiny().model, windowed], ids=["tiny", "windows and caps"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_answers_are_those_of_copies(make, block):
     model = make()
     reader = contexts.as_prefix(model, begun(model))
@@ -64,6 +77,25 @@ def test_layers_that_are_unrolled(monkeypatch):
     assert_same_answers(got, copies(model))
 
 
+SAMPLERS = {"drawn": kvjax.Sample(temperature=0.9), "penalty": kvjax.Greedy(repetition_penalty=5.0)}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_samples_are_those_of_copies(sampler):
+    """Keys depend on the position in the whole text, and penalties on its tokens."""
+    model = tiny().model
+    reader = contexts.as_prefix(model, begun(model))
+    key, options = jax.random.key(3), {"max_new_tokens": NEW, "sampler": sampler}
+    turn = contexts.extend(model, contexts.rows(begun(model), [0] * 3), QUESTIONS)
+    expected = contexts.decode(model, turn, key=key, **options)
+    np.testing.assert_array_equal(kvjax.generate(reader, QUESTIONS, FULL, key=key, **options).tokens, expected.tokens)
+    runner = Runner(reader, FULL, rows=2, limits=kvjax.Limits(16, NEW), key=key, sampler=sampler)
+    for number, row in enumerate(QUESTIONS):
+        runner.submit(Request(tokens=row, max_new_tokens=NEW, number=number))
+    for result in runner:
+        np.testing.assert_array_equal(result.tokens, expected.tokens[result.id])
+
+
 def test_scores_are_those_of_the_whole_text():
     model = tiny().model
     reader = contexts.as_prefix(model, begun(model))
@@ -71,6 +103,10 @@ def test_scores_are_those_of_the_whole_text():
     whole = np.concatenate([np.repeat(TEXT, 3, axis=0), QUESTIONS], axis=1)
     expected = kvjax.log_likelihood(model, whole, FULL, prompt_length=TEXT.shape[1]).logprobs
     np.testing.assert_allclose(got, np.asarray(expected)[:, TEXT.shape[1] :], atol=2e-5)
+    # Nor are they those of prompts that are run once for several caches, which know nothing of the text.
+    with kvjax.reuse_prompts(10**9):
+        again = kvjax.log_likelihood(reader, QUESTIONS, FULL, prompt_length=5).logprobs
+    np.testing.assert_array_equal(again, got)
 
 
 def test_bfloat16():
@@ -137,7 +173,7 @@ def test_a_context_that_cannot_be_a_prefix():
         contexts.as_prefix(reader, begun(model))
     config = dataclasses.replace(shapes.by_name("opt-125m"), num_layers=1, vocab_size=64, windows=())
     learned = kvjax.Model(config, random_weights(config))
-    with pytest.raises(InputError, match="a table of positions, which ends"):
+    with pytest.raises(InputError, match="the model has learned positions"):
         contexts.as_prefix(learned, begun(learned))
     dynamic = dataclasses.replace(model.config, rope=Rope(dim=8, scaling="dynamic", factor=2.0))
     stretched = dataclasses.replace(model, config=dynamic)
@@ -154,10 +190,45 @@ def test_what_rows_behind_a_prefix_cannot_do(tmp_path):
         Runner(reader, FULL, storage=storage.int8(), rows=2, limits=kvjax.Limits(16, 4))
     with pytest.raises(PolicyError, match="cannot be the cache"):
         kvjax.generate(reader, QUESTIONS, FULL, max_new_tokens=2, speculate=kvjax.speculation.own(policies.window(8)))
-    with pytest.raises(InputError, match="chunks cannot be computed behind a shared prefix"):
-        reuse.compute(reader, QUESTIONS[0])
     with pytest.raises(InputError, match="cannot be saved: its rows follow a shared prefix"):
         contexts.save(tmp_path / "context", begun(reader, text=QUESTIONS))
+
+    chunks = [reuse.compute(model, row) for row in random_tokens(2, 5, seed=5)]
+    with pytest.raises(InputError, match="contexts that share positions"):
+        contexts.as_prefix(model, reuse.parallel(model, chunks, QUESTIONS[0]))
+
+
+#: Functions that would read texts without the prefix, or make another model.
+REFUSING = {
+    "compute": lambda model: reuse.compute(model, QUESTIONS[0]),
+    "compute_variants": lambda model: reuse.compute_variants(model, [QUESTIONS[0]]),
+    "repair": lambda model: reuse.edit(
+        model, begun(model, text=QUESTIONS[:1]), reuse.Edit(3, 5, np.array([1], np.int32)), repair=0.5
+    ),
+    "fewer_layers": lambda model: reuse.fewer_layers(model, [0]),
+    "initial_coprocessor": lambda model: reuse.initial_coprocessor(model, 2),
+    "predict": lambda model: reuse.predict(model, reuse.initial_predictor(model, model), QUESTIONS[:1]),
+    "sparsity": lambda model: analysis.sparsity(model, QUESTIONS),
+    "output_error": lambda model: analysis.output_error(model, QUESTIONS, FULL, prompt_length=5),
+    "calibrate": lambda model: kvjax.calibrate(model, QUESTIONS, storage.kvquant()),
+    "quantize_weights": lambda model: kvjax.quantize_weights(model, 8, None),
+    "train_gate": lambda model: training.train_gate(model, None, QUESTIONS, ()),
+    "cartridge": lambda model: kvjax.cartridge(model, QUESTIONS[:1], 4),
+}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_functions_that_refuse_the_model(name):
+    model = tiny().model
+    reader = contexts.as_prefix(model, begun(model))
+    with pytest.raises(InputError, match=r"cannot take a model from kvjax.contexts.as_prefix"):
+        REFUSING[name](reader)
+
+
+def test_a_model_with_a_prefix_is_not_saved(tmp_path):
+    model = tiny().model
+    with pytest.raises(InputError, match=r"kvjax.save cannot take a model from kvjax.contexts.as_prefix"):
+        kvjax.save(contexts.as_prefix(model, begun(model)), tmp_path / "model")
 
 
 def test_a_kernel_for_whole_steps_is_refused():
@@ -167,5 +238,5 @@ def test_a_kernel_for_whole_steps_is_refused():
     row = jnp.ones((1,), jnp.int32)
     block = Block(row[:, None], row, row, None, prefix=LayerPrefix(layers[0][0], row))
     x = jnp.ones((1, 2, 1, 8))
-    with pytest.raises(ConfigError, match="implementation='xla' on GPUs and TPUs"):
+    with pytest.raises(ConfigError, match="do not read a shared prefix; give implementation='xla'"):
         step(layers[0][0], x, x, x, block=block, group=Group(step_implementation="pallas_tpu"))

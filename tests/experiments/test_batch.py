@@ -1,5 +1,6 @@
 """A file of requests in, a file of results out: each once and in order, however often the program is killed."""
 
+import gc
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import jax
@@ -171,14 +173,18 @@ def test_slots_that_a_group_holds_once(folder, capsys, monkeypatch):
     texts = rng.integers(1, 200, (3, 70)).tolist()
     prompts = [texts[number % 2] + rng.integers(1, 200, number).tolist() for number in range(6)] + [texts[2], [99999]]
     lines = [{"prompt": prompt, "max_new_tokens": 5} for prompt in prompts]
-    # It counts the tokens of the whole prompt.
-    lines.append({"prompt": [*texts[0], 7], "max_new_tokens": 5, "repetition_penalty": 1.5})
+    # Draws depend on positions and penalties on tokens of the whole prompt; one is too long.
+    lines[2] |= {"repetition_penalty": 5.0}
+    lines[3] |= {"temperature": 0.8, "seed": 5}
+    lines.append({"prompt": [*texts[0], *texts[1]], "max_new_tokens": 5})
     (folder / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(command(folder, "alone.jsonl")) == 1
-    asked, submit, put = [], Runner.submit, Journal.put
+    limited = ("config.py", "--longest_prompt=80")
+    assert main(command(folder, "alone.jsonl", *limited)) == 1
+    asked, runners, submit, put = [], [], Runner.submit, Journal.put
 
     def recorded(self, request):
         asked.append([*request.tokens])
+        runners.append(weakref.ref(self))
         return submit(self, request)
 
     def interrupted(self, index, result):
@@ -189,15 +195,19 @@ def test_slots_that_a_group_holds_once(folder, capsys, monkeypatch):
     monkeypatch.setattr(Runner, "submit", recorded)
     monkeypatch.setattr(Journal, "put", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        main(command(folder, "once.jsonl", "config.py", "--shared_slots"))
+        main(command(folder, "once.jsonl", *limited, "--shared_slots"))
     # A prompt that is the text itself has its last token for itself.
     assert asked[:3] == [prompt[69:] for prompt in prompts[0:6:2]]
     monkeypatch.setattr(Journal, "put", put)
     asked.clear()
-    assert main(command(folder, "once.jsonl", "config.py", "--shared_slots")) == 1
+    assert main(command(folder, "once.jsonl", *limited, "--shared_slots")) == 1
     assert asked[:5] == [prompts[2][69:], prompts[4][69:], *(prompt[70:] for prompt in prompts[1:6:2])]
-    assert sorted(map(len, asked[5:])) == [1, 70, 71]
-    assert read(folder / "once.jsonl") == read(folder / "alone.jsonl")
+    assert sorted(map(len, asked[5:])) == [1, 70, 140]
+    found = read(folder / "once.jsonl")
+    assert found == read(folder / "alone.jsonl") and "80 tokens" in found[-1]["error"]
+    # A runner of a group is gone when the next one begins.
+    gc.collect()
+    assert not any(each() for each in runners)
     with pytest.raises(ConfigError, match=r"--shared_slots is for --config.policy.name=full with exact storage"):
         main(command(folder, "other.jsonl", "config.py", "--shared_slots", "--config.storage=int8"))
     with pytest.raises(ConfigError, match="cannot keep or continue contexts"):

@@ -53,7 +53,7 @@ def explain(layout: "CacheLayout") -> str:
     for run in layout.runs:
         lines.append(f"  layers {_ranges(run.layers)} run as one loop, which is compiled once for all of them")
     if not layout.runs and len(layout.decode) > 1 and layout.platform != "cpu":
-        lines.append("  each layer is compiled by itself, since loops over layers run on CPUs")
+        lines.append("  each layer is compiled by itself, since loops over layers run on CPUs only")
     if layout.platform == "cpu":
         lines += [f"  {line}" for line in products.explain().splitlines()]
     return "\n".join(lines)

@@ -114,11 +114,8 @@ def step(
 
 def _behind(block: Block, group: Group) -> Array:
     """Returns the difference of positions and those that tokens are rotated to, [B] int32, behind a shared prefix."""
-    if group.step_implementation is not None or group.slot_axes or group.replaying or group.evicts or group.needs:
-        raise ConfigError(
-            "rows that share a prefix have a full cache on one device, and run without kernels for whole steps; give "
-            "policies.full(), and implementation='xla' on GPUs and TPUs."
-        )
+    if group.step_implementation is not None:
+        raise ConfigError("kernels for whole steps do not read a shared prefix; give implementation='xla'.")
     return -jnp.broadcast_to(block.prefix.length, block.prompt.shape)
 
 
