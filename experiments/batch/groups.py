@@ -48,13 +48,13 @@ class ValidPrompts(NamedTuple):
     """Requests by whether they can be answered.
 
     Attributes:
-      others: those that cannot.
+      refused: those that cannot, which are to be refused.
       valid: those that can.
       prompts: the tokens of their prompts.
       new_tokens: the new tokens that they ask for.
     """
 
-    others: list[Asked]
+    refused: list[Asked]
     valid: list[Asked]
     prompts: list[list[int]]
     new_tokens: list[int]
@@ -67,7 +67,7 @@ def valid_prompts(asked: Iterable[Asked], vocab_size: int) -> ValidPrompts:
         request = each.request
         tokens = [] if request is None else list(request.tokens)
         if request is None or not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            found.others.append(each)
+            found.refused.append(each)
             continue
         wanted = request.max_new_tokens
         found.valid.append(each)

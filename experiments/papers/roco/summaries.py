@@ -9,6 +9,7 @@ from experiments.papers.recipes.fullref import Comparison
 from experiments.papers.roco.scopes import BLOCK, RATE, text_rows
 from experiments.papers.settings import MAIN, SECOND, Settings
 from experiments.papers.verdict import Claim, Judgement, Table
+from experiments.runs.resolve import decoder_config
 
 #: kvjax's name -> RoCo's.
 POLICIES = {
@@ -107,6 +108,12 @@ def _table7_caches(settings: Settings) -> dict[str, fullref.Greedy]:
     return _greedy(settings, BOOK, ("full", *POLICIES, *map(_largest, GROUPED)))
 
 
+def _heads(settings: Settings) -> str:
+    """Returns the numbers of query heads and KV heads of the model, as far as they are known here."""
+    config = decoder_config(settings.config(MAIN))
+    return f"{config.num_heads} query heads on {config.num_kv_heads} KV heads" if config else "queries in groups"
+
+
 def _table7(settings: Settings, found: Found) -> Judgement:
     parts = _table7_caches(settings)
     full = found[parts["full"]]
@@ -120,9 +127,7 @@ def _table7(settings: Settings, found: Found) -> Judgement:
         for cache in GROUPED
     }  # fmt: skip
     return Judgement(
-        tables=[
-            near_table(settings, found, parts, f"Continuations of the book at {RATE:g}, 4 query heads on 2 KV heads")
-        ],
+        tables=[near_table(settings, found, parts, f"Continuations of the book at {RATE:g}, {_heads(settings)}")],
         confirm=confirm,
         contradict=[
             Claim(
