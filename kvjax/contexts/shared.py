@@ -43,26 +43,20 @@ def as_prefix(model: Model, context: Context) -> Model:
       context: of one row, under `kvjax.policies.full` with exact storage. It is copied.
 
     Raises:
-      InputError: the context is of more than one row or of another cache, or the model's positions depend on the
-        length of the text or end with a table.
+      InputError: the context is of more than one row or of another cache, or the model's positions are learned or
+        depend on the length of the text.
     """
     own = own_model(model, context)
     if reason := _refuses(own, context):
         raise InputError(f"a context cannot be the prefix of all rows: {reason}.")
     length = int(distributed.to_host(context.state.length)[0])
     layers = _trimmed(context.state.layers, size=slots_bucket(length))
+    assert context.text is not None
     # [V]
     seen = np.zeros(own.config.vocab_size, bool)
-    seen[_text(context)] = True
+    seen[context.text[0]] = True
     prefix = SharedPrefix(layers, *jax.device_put((np.array([length], np.int32), seen)))
     return dataclasses.replace(own, params={**own.params, PARAM: prefix})
-
-
-def _text(context: Context) -> np.ndarray:
-    """Returns the tokens of a context, [n] int32."""
-    text = context.text
-    assert text is not None
-    return text[0]
 
 
 def _refuses(model: Model, context: Context) -> str | None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.arguments import choice_argument, plain_signature
+from kvjax.cache import shared_prefix
 from kvjax.cache.planning.limits import power_of_two
 from kvjax.cache.state import KVState
 from kvjax.errors import InputError
@@ -185,6 +186,8 @@ def prepare_rounds(
     Raises:
       InputError, PolicyError, StorageError: see `speculate`.
     """
+    for decoder in (model, *(level.model for level in levels if level.model is not None)):
+        shared_prefix.refuse(decoder.params, "kvjax.speculate")
     rows = len(batch.lengths)
     key = check_sampling(sampler, key, rows)
     key = jax.random.key(0) if key is None else key

@@ -188,8 +188,6 @@ def test_what_rows_behind_a_prefix_cannot_do(tmp_path):
         kvjax.generate(reader, QUESTIONS, policies.h2o(8), max_new_tokens=2)
     with pytest.raises(PolicyError, match=r"int8.* cannot be the cache"):
         Runner(reader, FULL, storage=storage.int8(), rows=2, limits=kvjax.Limits(16, 4))
-    with pytest.raises(PolicyError, match="cannot be the cache"):
-        kvjax.generate(reader, QUESTIONS, FULL, max_new_tokens=2, speculate=kvjax.speculation.own(policies.window(8)))
     with pytest.raises(InputError, match="cannot be saved: its rows follow a shared prefix"):
         contexts.save(tmp_path / "context", begun(reader, text=QUESTIONS))
 
@@ -208,6 +206,9 @@ REFUSING = {
     "fewer_layers": lambda model: reuse.fewer_layers(model, [0]),
     "initial_coprocessor": lambda model: reuse.initial_coprocessor(model, 2),
     "predict": lambda model: reuse.predict(model, reuse.initial_predictor(model, model), QUESTIONS[:1]),
+    "speculate": lambda model: kvjax.generate(
+        model, QUESTIONS, FULL, max_new_tokens=2, speculate=kvjax.speculation.level(kvjax.selection.retrieval(4, 8))
+    ),
     "sparsity": lambda model: analysis.sparsity(model, QUESTIONS),
     "output_error": lambda model: analysis.output_error(model, QUESTIONS, FULL, prompt_length=5),
     "calibrate": lambda model: kvjax.calibrate(model, QUESTIONS, storage.kvquant()),
