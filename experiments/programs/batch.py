@@ -22,7 +22,7 @@ from experiments.batch.requests import Asked, Defaults
 from experiments.batch.shared_texts import SharedText
 from experiments.config import DataConfig, ExperimentConfig, TasksConfig
 from experiments.runs import identity
-from experiments.runs.resolve import check_fit, dtype_of
+from experiments.runs.resolve import check_fit, dtype_of, layout_of, max_cache_bytes
 from experiments.runs.session import Session, calibrated_for, describe, given_calibration
 from experiments.specs import build_spec
 from kvjax import contexts
@@ -40,6 +40,7 @@ from kvjax.specs import user_files
 from kvjax.storage import dense
 from kvjax.transport import KVTC, CacheGen
 from kvjax.typing import JsonObject
+from kvjax.units import size
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 FAILED = 1  # the exit status if some request could not be answered
@@ -82,7 +83,9 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
         defaults = Defaults(most, {name: values[name].value for name in SAMPLING})
         asked = requests.read(given, model, defaults, contexts=folder is not None)
         limits = limits_for(asked, model, values, folder)
-        config.data = DataConfig(num_sequences=values.rows, prompt_length=limits.prompt, new_tokens=limits.new_tokens)
+        config.data = DataConfig(num_sequences=1, prompt_length=limits.prompt, new_tokens=limits.new_tokens)
+        rows = min(values.rows, rows_that_fit(config, model, values.cache_bytes))
+        config.data.num_sequences = rows
         check_fit(config, stored=values.prefix_cache)
         if PRODUCTS in journal.notes:
             # Products are rounded as in the call that was killed.
@@ -102,7 +105,7 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
             if codec is not None and spec.storage != dense():
                 raise ConfigError(f"--codec codes keys and values that are held as they are, not {spec.storage.name}.")
             runner = Runner(
-                calibrated_for(model, spec, given_calibration(config.model)), spec, rows=values.rows, limits=limits,
+                calibrated_for(model, spec, given_calibration(config.model)), spec, rows=rows, limits=limits,
                 key=jax.random.key(config.seed), prefill_block=config.prefill_block or "auto",
                 prefix_store=kvjax.PrefixStore(values.prefix_cache) if values.prefix_cache else None,
                 implementation=config.implementation,
@@ -125,17 +128,39 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
             for text in texts:
                 if left := [each for each in text.asked if each.index not in journal]:
                     # All of the group, so that a run that continues another one has the same arrays.
-                    rows = min(values.rows, len(text.asked))
-                    own = runner_behind(text, texts, runner, rows, config.seed)
-                    answer(own, iter(left), journal, None, rows=rows, name=name)
+                    few = min(rows, len(text.asked))
+                    own = runner_behind(text, texts, runner, few, config.seed)
+                    answer(own, iter(left), journal, None, rows=few, name=name)
                     counts.append(own.counts)
                     del own  # its rows and its text
-            answer(runner, iter(waiting), journal, folder, rows=values.rows, name=name)
+            answer(runner, iter(waiting), journal, folder, rows=rows, name=name)
         journal.shorten()
         seconds = time.perf_counter() - start
         print(summary(counts, journal.written - before, seconds))
         print(f"Wrote {values.output}: {journal.written:,} results, of which {journal.failed:,} are errors")
         return FAILED if journal.failed else 0
+
+
+def rows_that_fit(config: ExperimentConfig, model: Model, most: int | None) -> int:
+    """Returns the number of requests that can be answered at the same time in the bytes that the cache may have.
+
+    Args:
+      config: with the sizes of one row.
+      model: the model.
+      most: bytes of keys and values of all rows; None = any number.
+
+    Raises:
+      ConfigError: not even one row fits.
+    """
+    if most is None:
+        return sys.maxsize
+    layout = layout_of(config, build_spec(config, MIN_SLOTS), model.config, config.data.prompt_length)
+    if rows := most // max_cache_bytes(layout, 1):
+        return rows
+    raise ConfigError(
+        f"--cache_bytes={size(most)} is too small: a row of {config.data.prompt_length:,} + "
+        f"{config.data.new_tokens:,} tokens takes {size(max_cache_bytes(layout, 1))}."
+    )
 
 
 def runner_behind(text: SharedText, texts: Sequence[SharedText], runner: Runner, rows: int, seed: int) -> Runner:
@@ -174,7 +199,16 @@ def about(
 ) -> JsonObject:
     """Returns the settings that results depend on."""
     used = ("model", "policy", "storage", "selection", "mesh", "rules", "prefill_block", "implementation", "seed")
-    own = ("rows", "prefix_cache", "shared_slots", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
+    own = (
+        "rows",
+        "cache_bytes",
+        "prefix_cache",
+        "shared_slots",
+        "new_tokens",
+        "longest_prompt",
+        "most_new_tokens",
+        *SAMPLING,
+    )
     # With their numbers, which are the names of requests without one.
     digest = hashlib.sha256(b"\n".join(b"%d %s" % each for each in given)).hexdigest()
     found = fields.to_dict(config)

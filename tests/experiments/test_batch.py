@@ -214,6 +214,24 @@ def test_slots_that_a_group_holds_once(folder, capsys, monkeypatch):
         main(command(folder, "other.jsonl", "config.py", "--shared_slots", f"--contexts={folder}"))
 
 
+def test_rows_that_fit_in_bytes(folder, capsys, monkeypatch):
+    """A row of the window has 8 slots of a key and a value of 8 float32 numbers."""
+    assert main(command(folder, "whole.jsonl")) == 0
+    rows, made = [], Runner.__init__
+
+    def recorded(self, *args, **options):
+        rows.append(options["rows"])
+        made(self, *args, **options)
+
+    monkeypatch.setattr(Runner, "__init__", recorded)
+    assert main(command(folder, "few.jsonl", "config.py", "--cache_bytes=2kB")) == 0
+    assert main(command(folder, "many.jsonl", "config.py", "--cache_bytes=1MB")) == 0
+    assert rows == [2000 // (9 * 2 * 8 * 4), 4]
+    assert read(folder / "few.jsonl") == read(folder / "whole.jsonl")
+    with pytest.raises(ConfigError, match=r"--cache_bytes=100 B is too small: a row of 39 \+ 59 tokens takes"):
+        main(command(folder, "none.jsonl", "config.py", "--cache_bytes=100"))
+
+
 def test_lines_that_cannot_be_answered(folder, capsys):
     good = {"prompt": [5, 6, 7], "max_new_tokens": 2}
     bad = {
