@@ -215,7 +215,7 @@ def test_slots_that_a_group_holds_once(folder, capsys, monkeypatch):
 
 
 def test_rows_that_fit_in_bytes(folder, capsys, monkeypatch):
-    """A row of the window has 8 slots of a key and a value of 8 float32 numbers."""
+    """A row of the window has 9 slots of a key and a value of 8 float32 numbers."""
     assert main(command(folder, "whole.jsonl")) == 0
     rows, made = [], Runner.__init__
 
@@ -228,7 +228,7 @@ def test_rows_that_fit_in_bytes(folder, capsys, monkeypatch):
     assert main(command(folder, "many.jsonl", "config.py", "--cache_bytes=1MB")) == 0
     assert rows == [2000 // (9 * 2 * 8 * 4), 4]
     assert read(folder / "few.jsonl") == read(folder / "whole.jsonl")
-    with pytest.raises(ConfigError, match=r"--cache_bytes=100 B is too small: a row of 39 \+ 59 tokens takes"):
+    with pytest.raises(ConfigError, match=r"--cache_bytes=100 B is too small: a row of 38 \+ 59 tokens takes"):
         main(command(folder, "none.jsonl", "config.py", "--cache_bytes=100"))
 
 
