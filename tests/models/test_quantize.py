@@ -12,6 +12,7 @@ import pytest
 import kvjax
 from kvjax import policies, selection
 from kvjax.errors import ConfigError, InputError
+from kvjax.generation.decoding import CHUNK
 from kvjax.models import shapes, skew
 from kvjax.models.decoder import POLICY
 from kvjax.models.offload import offload
@@ -23,7 +24,7 @@ from kvjax.products.quantized import dequantize, is_quantized
 from tests.planning.test_make_plan import TINY, needs_libtpu
 from tests.tiny import random_tokens, tiny
 
-FLOAT, BYTE = 4, 1
+FLOAT, INT, BYTE = 4, 4, 1
 
 
 @functools.cache
@@ -100,9 +101,9 @@ def test_a_plan_counts_the_bytes_of_codes(weights, share):
     assert planned.step.weights_moved == planned.weights - 256 * 256 * FLOAT
     # Matrices and the head, and 128 slots of both layers: a row's products do not depend on how weights are held.
     assert planned.step.flops == 2 * 2 * (2 * elements + 256 * 256) + 2 * 2 * 4 * 1024 * 128
-    # The program itself agrees: its arguments are the weights, the cache, and the bytes of the tokens.
+    # The program itself agrees: its arguments are the weights, the cache, and the bytes of the tokens of two rows.
     arguments = planned.compiled.memory_analysis().argument_size_in_bytes
-    assert planned.weights + planned.cache <= arguments < planned.weights + planned.cache + 256
+    assert planned.weights + planned.cache <= arguments < planned.weights + planned.cache + 2 * CHUNK * INT + 256
     # The decoded matrices of one input at a time, queries, keys and values, besides what a step needs anyway.
     assert planned.temporaries < 3 * 256 * 1024 * FLOAT + 100_000
     assert f"in float32, weights {weights};" in planned.table()
