@@ -5,7 +5,7 @@ tokens, of which 30 % are kept. The first question of ``multi_turn`` is asked as
 
 Paper: SCBench (arXiv:2412.10319), as leaderboard_turns_tiny.
 Expected: docs/evidence.md.
-Hardware: any CPU; half an hour on two cores.
+Hardware: any CPU; minutes on two cores.
 Command: python -m experiments.leaderboard --config=leaderboard_turns_smollm2
 """
 
