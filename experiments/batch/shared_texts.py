@@ -1,4 +1,4 @@
-"""Requests whose prompts begin alike, with the slots of what they share held once (``--shared_slots``)."""
+"""Groups of requests with a common prefix, whose slots are held once (``--shared_slots``)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def divide(asked: Sequence[Asked], vocab_size: int, limits: Limits) -> tuple[lis
     texts, shared = list[SharedText](), set[int]()
     for group in prefix_groups(prompts, new_tokens).groups:
         own = [valid[number] for number in group.requests]
-        # A prompt has at least one token of its own.
+        # At least one token of each prompt follows the text: it is run, for the logits after it.
         size = min(group.prefix, *(len(prompts[number]) - 1 for number in group.requests))
         if len(own) < LEAST_REQUESTS or size < LEAST_TOKENS:
             continue

@@ -87,8 +87,8 @@ prefixes: --requests of up to --context tokens and --tokens new ones in --batch 
 each, behind one of five system prompts; a runner with a prefix store and one without. Useful tokens per second, the
 tokens of prompts that were found, whether answers are equal, bytes of states, and the milliseconds of a hit relative to
 those of the blocks that it saves. CPU seconds are of the whole process, which other load disturbs less.
-shared: rows that follow one text of --context tokens, each with a question of its own and --tokens new tokens: with a
-copy of the text's slots in each row, and with the slots held once (kvjax.contexts.as_prefix).
+shared: --batch prompts that begin with the same text of --context tokens and end with different questions, and --tokens
+new tokens after each: with a copy of the text's slots in each row, and with one for all (kvjax.contexts.as_prefix).
 
 speculate: --tokens new tokens after prompts of --context tokens (of --text), plain and in rounds of --gammas drafts,
 greedy or with --temperature: accepted drafts of each place, tokens per round, rows whose tokens differ from plain

@@ -1,9 +1,9 @@
 """A text that all rows follow, whose slots are held once: its part of attention.
 
-The rows have slots for their own tokens, at positions from 0 on. What a query attends to is divided into its row's
-slots and those of the prefix, which the queries of all rows read together, as if they were one row's; the two outputs
-are combined by their log-sum-exps (as in BatchLLM, arXiv:2412.03594, and Hydragen, arXiv:2402.05099). The result is
-that of rows that have copies of the prefix, but for rounding.
+A row has slots for the tokens after the prefix, whose positions count from 0. A query attends to the slots of its row
+and, separately, to those of the prefix; the two outputs are combined by their log-sum-exps. For the prefix, the queries
+of all rows are reshaped to one row, so that its keys and values are read once (as in BatchLLM, arXiv:2412.03594, and
+Hydragen, arXiv:2402.05099). The result is that of rows that have copies of the prefix, except for rounding.
 """
 
 from collections.abc import Mapping, Sequence

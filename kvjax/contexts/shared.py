@@ -27,8 +27,8 @@ Array = jax.Array
 def as_prefix(model: Model, context: Context) -> Model:
     """Returns a model whose prompts all follow the text of a context, which is held once for all rows.
 
-    Prompts, and what is generated after them, are as behind copies of the context (`kvjax.contexts.rows`), but for
-    rounding. The slots of the text take their bytes once instead of once per row, and a step reads them once.
+    Results are those of rows that have copies of the context (`kvjax.contexts.rows`), except for rounding. The slots
+    of the text are in memory once instead of once per row, and a step reads them once.
     `kvjax.generate`, `kvjax.log_likelihood`, `kvjax.score_choices`, `kvjax.Runner` and the functions of
     `kvjax.contexts` take such a model, with `kvjax.policies.full`. Positions of slots count from the first token after
     the text. A gradient is with respect to all parameters but ``shared_prefix``, which has integers.

@@ -135,7 +135,7 @@ def test_a_runner_and_further_turns():
     assert_same_answers(contexts.decode(reader, turn, max_new_tokens=NEW), expected)
 
 
-def test_the_text_is_held_once_and_the_context_goes_its_own_way():
+def test_the_text_is_held_once_and_the_context_is_unchanged():
     model = tiny().model
     context = begun(model)
     reader = contexts.as_prefix(model, context)
