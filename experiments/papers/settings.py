@@ -83,13 +83,15 @@ FULL = Scale()
 HALF = Scale(
     prompt=384, new=64, look_rows=4, length=512, prompts=128, recall=480, references=32, questions=128, pattern=16
 )
+# Four times the rows and prompts of HALF: intervals half as wide.
+MANY = dataclasses.replace(HALF, rows=128, look_rows=16, prompts=512, references=128, questions=512)
 FAST = Scale(
     trial=True, rows=8, prompt=192, new=64, look_rows=2, length=256, prompts=8, recall=192, references=8, questions=8,
     pattern=8, tiers=(1.0,),
 )  # fmt: skip
 
 
-SCALES = {"full": FULL, "half": HALF, "trial": FAST}
+SCALES = {"full": FULL, "half": HALF, "many": MANY, "trial": FAST}
 LARGE = 20_000_000  # parameters of a model whose sizes are half, where no others are named
 
 

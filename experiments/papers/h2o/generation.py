@@ -10,12 +10,11 @@ from experiments.papers.statistics import paired_bootstrap
 from experiments.papers.verdict import Claim, Judgement, Table
 
 CACHES = ("full", "h2o", "local_only")
-ROWS, NEW = 32, 256
+NEW = 256
 
 
 def _part(settings: Settings, cache: str, text: str) -> fullref.Greedy:
-    rows = settings.scale.references if settings.scale.trial else ROWS
-    return fullref.greedy(settings, cache, 0.2, text=text, rows=rows, new=settings.scale.tokens(NEW))
+    return fullref.greedy(settings, cache, 0.2, text=text, rows=settings.scale.rows, new=settings.scale.tokens(NEW))
 
 
 def _parts(text: str) -> Callable[[Settings], Iterable[Part]]:

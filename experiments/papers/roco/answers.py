@@ -8,7 +8,6 @@ from experiments.papers import figures
 from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import continuation, fullref
-from experiments.papers.roco.scopes import text_rows
 from experiments.papers.roco.summaries import POLICIES, near, near_table, order_claims
 from experiments.papers.settings import Settings
 from experiments.papers.statistics import Comparison, paired_bootstrap
@@ -21,7 +20,7 @@ def _answer(settings: Settings, cache: str, slots: int) -> fullref.Greedy:
     scale = settings.scale
     return fullref.greedy(
         settings, cache, scale.tokens(slots), prompt=scale.tokens(PROMPT), new=scale.tokens(NEW),
-        rows=text_rows(settings),
+        rows=settings.scale.rows,
     )  # fmt: skip
 
 

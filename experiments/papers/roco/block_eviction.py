@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from experiments.papers.entry import Entry, Found, Published, published, with_published
 from experiments.papers.parts import Part
 from experiments.papers.recipes import block_prefill, fullref, lm
-from experiments.papers.roco.scopes import RATE, text_rows
+from experiments.papers.roco.scopes import RATE
 from experiments.papers.settings import MAIN, SECOND, Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
@@ -42,7 +42,7 @@ def _lm(settings: Settings, model: str, block: int | None, cache: str = "roco") 
 def _greedy(settings: Settings, model: str, block: int | None, cache: str = "roco") -> fullref.Greedy:
     prompt, new = _sizes(settings, model)
     return fullref.greedy(
-        settings, cache, RATE, block=block, model=model, rows=text_rows(settings), prompt=prompt, new=new
+        settings, cache, RATE, block=block, model=model, rows=settings.scale.rows, prompt=prompt, new=new
     )
 
 

@@ -11,7 +11,6 @@ from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table, at_least
 
 BLOCK = 8  # tokens that are read between evictions
-ROWS = 32  # of continuations, as many as a comparison needs
 
 # Figure 4
 SIZES = (0.1, 0.2, 0.3, 0.5, 0.7)  # of the budget
@@ -31,13 +30,8 @@ def _cache(settings: Settings, scope: str, size: float) -> str:
     return OWN.get((scope, size), named[scope])
 
 
-def text_rows(settings: Settings) -> int:
-    """Rows of continuations."""
-    return min(ROWS, settings.scale.references)
-
-
 def _text(settings: Settings, cache: str) -> fullref.Greedy:
-    return fullref.greedy(settings, cache, RATE, block=BLOCK, rows=text_rows(settings))
+    return fullref.greedy(settings, cache, RATE, block=BLOCK, rows=settings.scale.rows)
 
 
 def _score(settings: Settings, cache: str) -> lm.LM:

@@ -6,7 +6,7 @@ from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import fullref
 from experiments.papers.recipes.fullref import Comparison
-from experiments.papers.roco.scopes import BLOCK, RATE, text_rows
+from experiments.papers.roco.scopes import BLOCK, RATE
 from experiments.papers.settings import MAIN, SECOND, Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 from experiments.runs.resolve import decoder_config
@@ -64,7 +64,7 @@ def order_claims(made: dict[tuple[str, str], Comparison], where: str) -> tuple[l
 
 def _greedy(settings: Settings, text: str, caches: Sequence[str], model: str = MAIN) -> dict[str, fullref.Greedy]:
     return {
-        cache: fullref.greedy(settings, cache, RATE, text=text, block=BLOCK, rows=text_rows(settings), model=model)
+        cache: fullref.greedy(settings, cache, RATE, text=text, block=BLOCK, rows=settings.scale.rows, model=model)
         for cache in caches
     }
 
@@ -150,7 +150,7 @@ def _table8_parts(settings: Settings, model: str) -> dict[str, fullref.Greedy]:
     caches = ("full", "window", "h2o", "roco")
     return {
         cache: fullref.greedy(
-            settings, cache, RATE, block=BLOCK, rows=text_rows(settings), model=model, prompt=prompt, new=new
+            settings, cache, RATE, block=BLOCK, rows=settings.scale.rows, model=model, prompt=prompt, new=new
         )
         for cache in caches
     }
