@@ -25,6 +25,7 @@ from kvjax.models.model import Model
 from kvjax.models.quantize import WeightCodes, as_weight_codes
 from kvjax.models.values import Json
 from kvjax.parallel import distributed, sharding
+from kvjax.parallel.meshes import make_mesh
 from kvjax.parallel.rules import Rules, using
 from kvjax.parallel.sharding import PyTree
 from kvjax.products import QuantizedMatrix
@@ -38,7 +39,7 @@ def load(
     path_or_name: str | Path,
     *,
     dtype: DTypeLike | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     rules: Rules | None = None,
     host_weights: float = 0.0,
     weights: WeightCodes | str | None = None,
@@ -66,7 +67,8 @@ def load(
         existing folder or file has precedence.
       dtype: of the parameters: float32, bfloat16 or float16. None for float32 on CPUs, where narrower weights decode
         ten times slower, and for bfloat16 on GPUs and TPUs.
-      mesh: the mesh to shard the parameters over, by `kvjax.parallel.sharding.PARAMETERS`; None for the default device.
+      mesh: the mesh to shard the parameters over, by `kvjax.parallel.sharding.PARAMETERS`, or its axes as text, such as
+        ``"data:2,model:4"``; None for the default device.
         If its axis ``model`` does not divide the KV heads, the model has a mesh of the same devices that also divides
         slots; see `kvjax.parallel.sharding.fit`.
       rules: over which axes of the mesh each dimension is divided; None for the defaults of `kvjax.Rules`.
@@ -80,6 +82,7 @@ def load(
       ConfigError: if the family, an option, the dtype or the format of quantised weights is not supported, or the mesh
         leaves out a process.
     """
+    mesh = make_mesh(mesh) if isinstance(mesh, str) else mesh
     if mesh is None:
         return _load(locate(path_or_name), dtype, mesh, rules or Rules(), host_weights, weights)
     distributed.check_mesh(mesh)

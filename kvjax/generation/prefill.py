@@ -4,10 +4,8 @@ The sizes of all arrays and the programs to run are determined on the host first
 that invalid arguments raise an error before anything is traced.
 """
 
-import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Unpack
 
 import jax
@@ -19,35 +17,27 @@ from kvjax import policies
 from kvjax.attention import Implementation
 from kvjax.cache import shared_layers, shared_prefix
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.layer_stack import LayerStack, entries_of, len_of, repeated, sequence_of
+from kvjax.cache.layer_stack import repeated
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import Sizes, prompt_bucket, sizes_for
 from kvjax.cache.planning.lowering import Budgets, lower, max_positions
-from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.state import Block, KVState, Layer
-from kvjax.cache.step.interface import LayerArgs
-from kvjax.cache.step.layer_shares import shared_by_layers
-from kvjax.cache.step.prompt_end import Prompt, convert
-from kvjax.cache.step.prompt_replay import evict_prompt
-from kvjax.generation import compiling, prompt_reuse, prompt_store
+from kvjax.cache.state import Block, KVState
+from kvjax.generation import compiling, layer_calls, prompt_reuse, prompt_store
 from kvjax.generation.context import PAD, Context, Made, Span
+from kvjax.generation.layer_calls import GroupBudgets
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.program import program
+from kvjax.generation.prompt_end import converted
 from kvjax.generation.prompt_replay import replayed
 from kvjax.inputs import Batch, check_batch, check_count, check_positions, warn_beyond_context
-from kvjax.models import layer_loop
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import POLICY, SIDES, SKEW
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
-from kvjax.storage.side import rows_of
-from kvjax.typing import PyTree
 
 Array = jax.Array
-GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
 
 
 @cache_keywords()
@@ -222,8 +212,7 @@ def prepare(
     layout = lowered.layout
     # kvjax's own product with an index has no gradient.
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params)):
-        runs = layer_loop.possible_runs(model.config, model.params, layout.prompt, layout.decode)
-        layout = dataclasses.replace(layout, runs=runs)
+        layout = layer_calls.with_layer_programs(layout, model.config, model.params)
     return Prepared(layout, lowered.budgets, sizes.prompt, rows, implementation, sizes)
 
 
@@ -259,9 +248,14 @@ def run_prompts(
         return _run_reused(store, model, ids, lengths, total, prepared, score=score)
     arrays = model.place((ids, lengths, total.astype(np.int32), budgets.prompt, budgets.decode))
     with compiling.announced(compiling.prompts_of(prepared.layout, prepared.width)):
-        return prefill_steps(
+        return prefill_program(prepared.layout)(
             model.params, *arrays, config=model.config, layout=prepared.layout, score=score
         )  # fmt: skip
+
+
+def prefill_program(layout: CacheLayout) -> Callable[..., tuple[Array, Array, KVState]]:
+    """Returns `prefill_steps`, or what does the same by programs of single layers."""
+    return layer_calls.prefill_by_layer if layout.calls_layers else prefill_steps
 
 
 def _run_reused(
@@ -281,9 +275,9 @@ def _run_reused(
         activations, logprobs = prompt_reuse.record(store, model, tokens, lengths, full.layout, score=score)
         budgets = prepared.budgets
         arrays = model.place((lengths, total.astype(np.int32), budgets.prompt, budgets.decode))
-        logits, state = prompt_reuse.keep_steps(
-            model.params, activations, *arrays, config=model.config, layout=prepared.layout
-        )
+        by_layer = prepared.layout.calls_layers
+        keep = prompt_reuse.keep_by_layer if by_layer else prompt_reuse.keep_steps
+        logits, state = keep(model.params, activations, *arrays, config=model.config, layout=prepared.layout)
     return logits, logprobs, state
 
 
@@ -383,51 +377,3 @@ def prefill_steps(
     if layout.block is not None or layout.replay is not None:
         kv = kv.replace(layers=converted(kv, layout, config, params))
     return decoder.logits(last), logprobs[:, :width], kv.replace(budget=decode_budget)
-
-
-def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: Params) -> Sequence[Layer]:
-    """Moves the slots of every group of heads from the arrays of the prompt phase to those of the decoding phase.
-
-    If the prompts have been replayed, slots are evicted first.
-
-    Args:
-      kv: the cache after the last block, or the replay.
-      layout: of the cache.
-      config: the decoder.
-      params: of the decoder.
-    """
-    if layout.shares_layers:
-        kv = shared_by_layers(kv, layout.prompt)
-    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-
-    def one(index: int, layer: Layer, own_parts: tuple[tuple[PyTree, ...], PyTree, Array]) -> Layer:
-        """Converts a layer of the same structure as layer `index`, given its arrays, budgets and layer number."""
-        shared, budgets, number = own_parts
-        rope = config.kind(index).rope
-        frequencies = None if rope is None else rope.frequencies(kv.total)
-        made = []
-        for own, before, after, budget in zip(layer, layout.prompt[index], layout.decode[index], budgets, strict=True):
-            # [K, D, D] and [K or 1, ...], of the group's heads
-            skew, sides, policy = rows_of(shared, after.heads)
-            prompt = Prompt(kv.length, rope, frequencies, skew, sides)
-            if before.replay is not None:
-                window = config.kind(index).window
-                args = LayerArgs(scale=scale, soft_cap=config.attention_soft_cap, window=window, params=policy)
-                own = evict_prompt(own, before, budget, prompt, kv.total, number, args)
-            group = convert(own, before, after, prompt)
-            made.append(constrain_slots(group, after.per_head) if after.slot_axes else group)
-        return Layer(made)
-
-    def parts_of(index: int) -> tuple[tuple[PyTree, ...], PyTree, Array]:
-        own = params[f"layer_{index}"]["attention"]
-        return (own.get(SKEW), own.get(SIDES), own.get(POLICY)), kv.budget[index], jnp.int32(index)
-
-    def entry(index: int, layer: Layer | LayerStack) -> Layer | LayerStack:
-        if isinstance(layer, Layer):
-            return one(index, layer, parts_of(index))
-        parts = jax.tree.map(lambda *each: jnp.stack(each), *(parts_of(index + i) for i in range(layer.count)))
-        return layer.map(functools.partial(one, index), parts)
-
-    entries = entries_of(kv.layers)
-    starts = itertools.accumulate((len_of(each) for each in entries[:-1]), initial=0)
-    return sequence_of([entry(*each) for each in zip(starts, entries, strict=True)])

@@ -16,11 +16,12 @@ from kvjax.cache.layer_stack import LayerRun, LayerStack, sequence_of
 from kvjax.cache.planning.layout import CacheLayout, Phase
 from kvjax.cache.state import Block, KVState, Layer
 from kvjax.cache.step.step import step_layer
+from kvjax.generation import layer_calls
 from kvjax.generation.program import program
 from kvjax.generation.prompt_store import Activations, Entry, Projected, PromptStore
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig, LayerKind
-from kvjax.models.decoder import POLICY, SIDES, SKEW, attention_args
+from kvjax.models.decoder import POLICY, SIDES, SKEW, attention_args, run_layer
 from kvjax.models.model import Model
 from kvjax.numerics.stack_slices import AXIS
 from kvjax.parallel import host_memory
@@ -116,7 +117,8 @@ def record(
             needed = nbytes_of(model, *prompts.shape)
             store.make_room(needed)
             ids, rows = model.place((prompts, lengths))
-            made = record_steps(model.params, ids, rows, config=model.config, layout=layout)
+            record_program = record_by_layer if layout.calls_layers else record_steps
+            made = record_program(model.params, ids, rows, config=model.config, layout=layout)
             entry = Entry(made, _weights(model), needed)
             store.add(key, entry)
         if not score:
@@ -139,6 +141,38 @@ def record_steps(
     runs = {run.start: run for run in layout.runs}
     spans = tuple(runs.get(index, LayerRun(index, index + 1)) for index in sorted(found))
     return Activations(tuple(found[span.start] for span in spans), spans, hidden)
+
+
+def record_by_layer(
+    params: Params, tokens: Array, lengths: Array, *, config: DecoderConfig, layout: CacheLayout
+) -> Activations:
+    """Does what `record_steps` does, by programs of single layers; see `kvjax.generation.layer_calls`."""
+    rest = layer_calls.without_layers(params)
+    zeros = np.zeros((len(tokens),), np.int32)
+    x, position, _ = layer_calls.enter(rest, tokens, lengths, np.int32(0), zeros, config=config)
+    found = []
+    for index, groups in enumerate(layout.prompt):
+        budget = (None,) * len(groups)
+        block = Block(position, prompt=lengths, total=lengths, budget=budget, layer=np.int32(index))
+        kind = config.kind(index)
+        x, projected = _project(params[f"layer_{index}"], x, block, config=config, kind=kind, groups=groups)
+        found.append(projected)
+    spans = tuple(LayerRun(index, index + 1) for index in range(config.num_layers))
+    return Activations(tuple(found), spans, _left(rest, x, config=config))
+
+
+@program(static_argnames=("config", "kind", "groups"), donate_argnames=("x",))
+def _project(
+    params: Params, x: Array, block: Block, *, config: DecoderConfig, kind: LayerKind, groups: tuple[Group, ...]
+) -> tuple[Array, Projected]:
+    """Returns the residual stream after a layer, [B, n, hidden], and the layer's queries, keys and values."""
+    output = run_layer(params, x, None, block, None, config=config, kind=kind, dtype=x.dtype, groups=groups)
+    return output.x, output.projected
+
+
+@program(static_argnames=("config",))
+def _left(params: Params, x: Array, *, config: DecoderConfig) -> Array:
+    return bind(config, params).leave(x)
 
 
 @program(static_argnames=("config",))
@@ -175,6 +209,7 @@ def keep_steps(
     """
     width = activations.hidden.shape[1]
     block = _block(width, lengths, total, budget)
+    last, length = _last_of(activations.hidden, lengths)
     runs = {run.start: run for run in layout.runs}
     entries: list[Layer | LayerStack] = []
     index = 0
@@ -188,14 +223,41 @@ def keep_steps(
             entries.append(_keep(projected, own, block.of_layer(index), config=config, kind=kind, groups=groups))
             index += 1
     layers = shared_layers.join_prompts(sequence_of(entries), layout.decode)
-    length = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
-    at = jnp.clip(lengths - 1, 0, width - 1)
-    # [B, E]
-    last = jnp.take_along_axis(activations.hidden, at[:, None, None], axis=1)[:, 0]
     state = KVState(layers, length, prompt=lengths, total=total, budget=decode_budget)
     return bind(config, params).logits(last), state
 
 
+def keep_by_layer(
+    params: Params,
+    activations: Activations,
+    lengths: Array,
+    total: Array,
+    budget: tuple[tuple[Array | None, ...], ...],
+    decode_budget: tuple[tuple[Array | None, ...], ...],
+    *,
+    config: DecoderConfig,
+    layout: CacheLayout,
+) -> tuple[Array, KVState]:
+    """Does what `keep_steps` does, by programs of single layers; see `kvjax.generation.layer_calls`."""
+    block = _block(activations.hidden.shape[1], lengths, total, budget)
+    layers = []
+    for index, groups in enumerate(layout.prompt):
+        own, projected, kind = _optional(params, index), activations.of_layer(index), config.kind(index)
+        layers.append(_keep(projected, own, block.of_layer(index), config=config, kind=kind, groups=groups))
+    last, length = _last_of(activations.hidden, lengths)
+    logits = layer_calls.logits_of(layer_calls.without_layers(params), last, config=config)
+    return logits, KVState(tuple(layers), length, prompt=lengths, total=total, budget=decode_budget)
+
+
+@jax.jit
+def _last_of(hidden: Array, lengths: Array) -> tuple[Array, Array]:
+    """Returns the hidden state of each prompt's last token, [B, E], and the number of its tokens, [B] int32."""
+    width = hidden.shape[1]
+    at = jnp.clip(lengths - 1, 0, width - 1)
+    return jnp.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0], jnp.clip(lengths, 0, width)
+
+
+@functools.partial(jax.jit, static_argnames="width")
 def _block(width: int, lengths: Array, total: Array, budget: tuple[tuple[Array | None, ...], ...]) -> Block:
     """Returns the tokens of prompts of some lengths [B], padded to a width."""
     # [B, n]

@@ -1,7 +1,8 @@
 """One decoder for all model families: pure functions of parameters, tokens and a cache (Flax Linen, used functionally).
 
-Layers are unrolled, since a scan over stacked layers reads memory a quarter as fast on a CPU, unless
-`kvjax.models.layer_loop` runs those that are alike as a loop, whose weights are not stacked.
+A program has all layers one after the other, unless `kvjax.models.layer_loop` runs those that are alike as a loop,
+whose weights are not stacked (a scan over stacked layers reads memory a quarter as fast on a CPU). Prompts may call a
+program of one layer instead; see `kvjax.generation.layer_calls`.
 
 The decoder does not depend on the policy: it passes unrotated queries, keys and values to `kvjax.cache.step.step`,
 which returns the output of attention and the updated cache of the layer.

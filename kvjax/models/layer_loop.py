@@ -4,7 +4,8 @@ XLA compiles every operation of every layer that it is given. A loop has the ope
 differ in data: they have matrices of weights by an index (`kvjax.products.IndexedMatrix`), and other parameters,
 budgets and caches in stacks (`kvjax.numerics.stack_slices`). Loops run on CPUs, where kvjax's own products read one of
 several matrices. On other platforms layers are unrolled, because a kernel would be given a copy of each layer's slice
-of the stacked caches. Layers that share arrays, or have them in host memory, are unrolled too.
+of the stacked caches; prompts call a program of one layer there (`kvjax.generation.layer_calls`). Layers that share
+arrays, or have them in host memory, are unrolled too.
 
 SmolLM2-135M with a full cache in int8, 2 rows of 512 tokens, two cores of an EPYC: a first `generate` takes 9 CPU
 seconds instead of 43, a step 26 ms instead of 31. With the codes of its GGUF file as weights, under h2o, one row of
@@ -46,7 +47,8 @@ from kvjax.typing import PyTree
 
 Array = jax.Array
 
-VARIABLE, ON, OFF, STACKED = "KVJAX_LAYER_LOOPS", "on", "off", "stacked"  # of the environment
+VARIABLE = "KVJAX_LAYER_LOOPS"  # of the environment, and its values:
+ON, OFF, STACKED, CALLS = "on", "off", "stacked", "calls"
 SHORTEST = 2  # layers of a loop
 LARGEST = 1 << 16  # numbers of a parameter that is stacked, and so held twice
 NO_MODULES = frozenset({"policy", "sides", "gates"})  # optional parameters of an attention that are trees of arrays
@@ -62,10 +64,10 @@ def possible_runs(config: DecoderConfig, params: Params, prompt: Phase, decode: 
       decode: the groups of heads of each layer while decoding.
 
     Raises:
-      ConfigError: ``KVJAX_LAYER_LOOPS`` is none of on, off and stacked.
+      ConfigError: see `setting`.
     """
-    given = _setting()
-    if given == OFF or config.num_experts or on_mesh():
+    given = setting()
+    if given in (OFF, CALLS) or config.num_experts or on_mesh():
         return ()
     if given == ON and not (runs_native() and native.load(native.INDEXED_PRODUCT) is None):
         return ()
@@ -79,10 +81,15 @@ def possible_runs(config: DecoderConfig, params: Params, prompt: Phase, decode: 
     return tuple(found)
 
 
-def _setting() -> str:
+def setting() -> str:
+    """Returns the value of ``KVJAX_LAYER_LOOPS``.
+
+    Raises:
+      ConfigError: it is none of those that exist.
+    """
     given = os.environ.get(VARIABLE, ON).strip().lower()
-    if given not in (ON, OFF, STACKED):
-        raise ConfigError(f"{VARIABLE}={given!r} must be {ON}, {OFF} or {STACKED}.")
+    if given not in (ON, OFF, STACKED, CALLS):
+        raise ConfigError(f"{VARIABLE}={given!r} must be {ON}, {OFF}, {STACKED} or {CALLS}.")
     return given
 
 
@@ -98,7 +105,7 @@ def _key(config: DecoderConfig, params: Params, groups: tuple[tuple[Group, ...],
     others = [leaf for path, leaf in _leaves(own) if not _is_indexed(path, leaf)]
     if any(map(is_quantized, others)):
         return None
-    if _setting() != STACKED and max((leaf.size for leaf in others), default=0) > LARGEST:
+    if setting() != STACKED and max((leaf.size for leaf in others), default=0) > LARGEST:
         return None
     # The first layer has no hint.
     first = index == 0 and any(group.selection.ahead for group in every)
@@ -111,7 +118,7 @@ def _can_loop(group: Group, dim: int, dtype: jnp.dtype) -> bool:
     # Slices of codes that kvjax's own products do not read would be copied in each step. While the products are being
     # built they are: a program that is compiled soon is worth more then.
     reasons = [coded.refuses(codec, dim, dtype) for codec in group.codecs if codec is not None]
-    in_codes = _setting() != STACKED and any(reason not in (None, native.BUILDING) for reason in reasons)
+    in_codes = setting() != STACKED and any(reason not in (None, native.BUILDING) for reason in reasons)
     return not (by_kernel or in_codes or group.storage.on_host or own.borrows(group) or group.slot_axes)
 
 
@@ -124,7 +131,7 @@ def _is_indexed(path: KeyPath, leaf: Array | QuantizedMatrix) -> bool:
     """Whether the parameters of all layers are operands of a product with an index; others are stacked."""
     names = [getattr(each, "key", None) for each in path]
     # Policies and storages choose the names of their arrays, and read them as plain arrays.
-    return _setting() != STACKED and names[-1] == "kernel" and not NO_MODULES & {*names} and can_index(leaf)
+    return setting() != STACKED and names[-1] == "kernel" and not NO_MODULES & {*names} and can_index(leaf)
 
 
 def runs_now(stacked: LayerRuns, config: DecoderConfig, params: Params, phase: Phase) -> LayerRuns:

@@ -17,6 +17,7 @@ from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.cache.spec import CacheSpec
 from kvjax.devices import local_device
 from kvjax.errors import ConfigError
+from kvjax.generation import layer_calls
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
@@ -134,6 +135,11 @@ def plan(
         shapes = decode_shapes(config, layout, dtype, rows, mesh, host_weights, codes)
         full_shapes = decode_shapes(config, full_lowered.layout, dtype, rows, mesh, host_weights, codes)
         whole_shapes = decode_shapes(config, unsharded.layout, dtype, batch, None, host_weights, codes)
+    if target.platform != "cpu" and layout.block is None:
+        # On CPUs layers run as loops, for which a plan would need the machine and the weights.
+        calls = layer_calls.calls_layers(config, shapes.params, layout)
+        layout = dataclasses.replace(layout, calls_layers=calls)
+        lowered = lowered._replace(layout=layout)
     step = roofline(config, shapes, slots, device)
     full = roofline(config, full_shapes, average_slots(config, full_lowered, prompt_length, new_tokens), device)
     whole = roofline(config, whole_shapes, slots, device)
@@ -148,8 +154,8 @@ def plan(
         compiled, problem = compile_decode(config, layout, shapes, mesh) if compiles and decode else (None, "")
         memory, prefill_memory = Memory.of(compiled), None
         if prefill and compiles:
-            program, prefill_problem = compile_prefill(config, lowered, shapes, mesh, prompt_length)
-            prefill_memory, problem = Memory.of(program), problem or prefill_problem
+            prefill_memory, prefill_problem = compile_prefill(config, lowered, shapes, mesh, prompt_length)
+            problem = problem or prefill_problem
     seconds = time.perf_counter() - start
 
     drafts = None

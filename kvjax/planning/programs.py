@@ -1,21 +1,29 @@
 """The programs of a plan, compiled from shapes alone, and the memory that they need."""
 
 import re
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.lowering import Lowered
+from kvjax.cache.state import Block
 from kvjax.errors import KvjaxError
+from kvjax.generation import layer_calls
 from kvjax.generation.decoding import CHUNK, decode_steps
+from kvjax.generation.layer_calls import GroupBudgets
 from kvjax.generation.prefill import prefill_steps
 from kvjax.generation.sampling import Greedy
 from kvjax.models.config import DecoderConfig
 from kvjax.parallel import sharding
-from kvjax.planning.roofline import Shapes
+from kvjax.parallel.host_memory import DEVICE
+from kvjax.planning.roofline import Shapes, local_bytes
+
+Array = jax.Array
 
 PALLAS = "jax._src.pallas"
 #: What the compiler of TPUs says of a kernel that needs too much of another memory than the device's.
@@ -42,21 +50,75 @@ def compile_decode(
 
 def compile_prefill(
     config: DecoderConfig, lowered: Lowered, shapes: Shapes, mesh: Mesh | AbstractMesh | None, prompt_length: int
-) -> tuple[jax.stages.Compiled | None, str]:
-    """Compiles the prefill; see `compile_for`."""
+) -> tuple["Memory | None", str]:
+    """Compiles the prefill: one program, or those of single layers if the layout says so.
+
+    Returns:
+      The memory that it needs and an empty string, or None and the message of the compiler; see `compile_for`.
+    """
     row = shapes.carry.token
     tokens = _tokens((*row.shape, prompt_length), mesh)
     budgets = jax.tree.map(lambda _: row, lowered.budgets)
-    return compile_for(
+    if lowered.layout.calls_layers:
+        return _compile_layers(config, lowered.layout, shapes, tokens, budgets.prompt, mesh)
+    compiled, problem = compile_for(
         prefill_steps, shapes.params, tokens, row, row, budgets.prompt, budgets.decode, config=config,
         layout=lowered.layout, score=False,
     )  # fmt: skip
+    return Memory.of(compiled), problem
 
 
-def _tokens(shape: tuple[int, ...], mesh: Mesh | AbstractMesh | None) -> jax.ShapeDtypeStruct:
+def _compile_layers(
+    config: DecoderConfig,
+    layout: CacheLayout,
+    shapes: Shapes,
+    tokens: Array,
+    budget: GroupBudgets,
+    mesh: Mesh | AbstractMesh | None,
+) -> tuple["Memory | None", str]:
+    """Compiles the programs of `layer_calls.prefill_by_layer`, for prompts in one shot; see `compile_prefill`."""
+    row, rest = shapes.carry.token, layer_calls.without_layers(shapes.params)
+    batch, width = tokens.shape
+    dtype = rest["embed"]["tokens"].dtype
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    # [B, n], [B, n, hidden] and [B, E]
+    position = _tokens(tokens.shape, mesh)
+    x, last = _rows((batch, width, config.hidden_size), dtype, mesh), _rows((batch, config.embed_size), dtype, mesh)
+    compiled = [
+        compile_for(layer_calls.enter, rest, tokens, row, number, row, config=config),
+        compile_for(layer_calls.leave, rest, x, tokens, row, number, last, config=config, score=False),
+        compile_for(layer_calls.logits_of, rest, last, config=config),
+    ]
+    # While one of them runs, other parameters and the caches of other layers are in memory.
+    held, own_bytes = local_bytes(shapes.params, DEVICE), [local_bytes(rest, DEVICE)] * len(compiled)
+    kinds: dict[Hashable, int] = {}
+    for index, groups in enumerate(layout.prompt):
+        kinds.setdefault((config.kind(index), groups), index)
+    for index in kinds.values():
+        own, kind, groups = shapes.params[f"layer_{index}"], config.kind(index), layout.prompt[index]
+        block = Block(position=position, prompt=row, total=row, budget=budget[index], layer=number)
+        compiled.append(
+            compile_for(layer_calls.call_layer, own, x, None, block, config=config, kind=kind, groups=groups)
+        )
+        own_bytes.append(local_bytes((own, shapes.carry.state.layers[index]), DEVICE))
+    if problem := next((problem for _, problem in compiled if problem), ""):
+        return None, problem
+    held += local_bytes(shapes.carry.state.layers, DEVICE)
+    needed = [memory for memory in (Memory.of(each) for each, _ in compiled) if memory is not None]
+    most = max(memory.total - own for memory, own in zip(needed, own_bytes, strict=True))
+    return Memory(held + most, max(memory.temporaries for memory in needed)), ""
+
+
+def _tokens(shape: tuple[int, ...], mesh: Mesh | AbstractMesh | None) -> Array:
     """Returns the shape of tokens [B, n], whose rows a mesh divides."""
-    place = mesh and NamedSharding(mesh, sharding.spec(("batch", None), shape, mesh))
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+    return _rows(shape, jnp.int32, mesh)
+
+
+def _rows(shape: tuple[int, ...], dtype: DTypeLike, mesh: Mesh | AbstractMesh | None) -> Array:
+    """Returns the shape of an array [B, ...] whose rows a mesh divides, typed as an array."""
+    axes = ("batch", *(None for _ in shape[1:]))
+    place = mesh and NamedSharding(mesh, sharding.spec(axes, shape, mesh))
+    return cast(Array, jax.ShapeDtypeStruct(shape, dtype, sharding=place))
 
 
 def compile_for(function: _Jitted, *arguments: Any, **options: Any) -> tuple[jax.stages.Compiled | None, str]:

@@ -22,9 +22,10 @@ from kvjax.contexts.room import lowered_layout
 from kvjax.errors import InputError
 from kvjax.generation import compiling
 from kvjax.generation.context import CHUNKS, Context, Made, Span
+from kvjax.generation.layer_calls import GroupBudgets
 from kvjax.generation.options import CacheOptions
-from kvjax.generation.prefill import GroupBudgets, converted
 from kvjax.generation.program import program
+from kvjax.generation.prompt_end import converted
 from kvjax.inputs import check_count
 from kvjax.models import layer_loop
 from kvjax.models.bound import bind

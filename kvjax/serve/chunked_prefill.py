@@ -11,9 +11,11 @@ from kvjax.cache.layer_stack import repeated
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.lowering import Budgets
 from kvjax.cache.state import Block, KVState
+from kvjax.generation import layer_calls
 from kvjax.generation.context import Span
-from kvjax.generation.prefill import GroupBudgets, converted
+from kvjax.generation.layer_calls import GroupBudgets
 from kvjax.generation.program import program
+from kvjax.generation.prompt_end import converted
 from kvjax.generation.prompt_replay import replayed
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
@@ -107,12 +109,16 @@ class InBlocks:
         """Dispatches the next block; returns the prompt's state after the last one."""
         model, layout = self._model, self._layout
         tokens = model.place(self._blocks[self.done])
-        start = jnp.int32(self.done * self.step)
-        self._progress = _run_block(model.params, self._progress, tokens, start, config=model.config, layout=layout)
+        start = np.int32(self.done * self.step)
+        run = _run_block_by_layer if layout.calls_layers else _run_block
+        self._progress = run(model.params, self._progress, tokens, start, config=model.config, layout=layout)
         self.done += 1
         if self.done < len(self._blocks):
             return None
         budget = model.place(self._decode_budget)
+        if layout.calls_layers:
+            state, last = self._progress
+            return Started(*layer_calls.end(model.params, state, last, budget, config=model.config, layout=layout))
         tokens = model.place(self._blocks.reshape(1, -1))
         return Started(*_ended(model.params, self._progress, tokens, budget, config=model.config, layout=layout))
 
@@ -145,6 +151,16 @@ def _run_block(
     x, state = bind(config, params).looped(layout.runs).hidden(tokens, state, block, layout.prompt)
     # [1, E]: of the last token of the block that is of the prompt
     last = jnp.take_along_axis(x, jnp.sum(position >= 0, axis=1)[:, None, None] - 1, axis=1)[:, 0]
+    return _Progress(state, last)
+
+
+def _run_block_by_layer(
+    params: Params, progress: _Progress, tokens: Array, start: np.int32, *, config: DecoderConfig, layout: CacheLayout
+) -> _Progress:
+    """Does what `_run_block` does, by programs of single layers."""
+    x, state = layer_calls.run_block(params, tokens, start, progress.state, config=config, phase=layout.prompt)
+    rest = layer_calls.without_layers(params)
+    last, _ = layer_calls.leave(rest, x, tokens, state.prompt, start, progress.last, config=config, score=False)
     return _Progress(state, last)
 
 

@@ -3,8 +3,6 @@
 All of them end in the arrays of one decoding phase, so that any prompt's state can replace any row.
 """
 
-import dataclasses
-
 import jax
 import numpy as np
 
@@ -15,12 +13,11 @@ from kvjax.cache.planning.limits import Limits, Sizes, prompt_bucket
 from kvjax.cache.planning.lowering import Budgets, budgets_of, lower
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import InputError, KvjaxError
-from kvjax.generation import compiling
+from kvjax.generation import compiling, layer_calls
 from kvjax.generation.context import Made
 from kvjax.generation.options import CacheOptions
-from kvjax.generation.prefill import prefill_steps
+from kvjax.generation.prefill import prefill_program
 from kvjax.inputs import check_count, check_positions
-from kvjax.models import layer_loop
 from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
@@ -165,7 +162,7 @@ class Prompts:
         model = self.model
         layout = self._lowered(bucket)
         with compiling.announced(compiling.prompts_of(layout, bucket)):
-            logits, _, state = prefill_steps(
+            logits, _, state = prefill_program(layout)(
                 model.params, *model.place((tokens, lengths, totals, budgets.prompt, budgets.decode)),
                 config=model.config, layout=layout, score=False,
             )  # fmt: skip
@@ -197,8 +194,7 @@ class Prompts:
                     implementation=self.implementation, platform=model.platform,
                     dtype=model.dtype,
                 ).layout  # fmt: skip
-                runs = layer_loop.possible_runs(model.config, model.params, layout.prompt, layout.decode)
-                layout = dataclasses.replace(layout, runs=runs)
+                layout = layer_calls.with_layer_programs(layout, model.config, model.params)
             others = next(iter(self._layouts.values()), layout)
             if layout.decode != others.decode:
                 raise AssertionError("the decoding phase depends on how a prompt is run")

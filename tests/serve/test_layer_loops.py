@@ -8,6 +8,7 @@ import pytest
 import kvjax
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
+from kvjax.generation import layer_calls
 from kvjax.models import layer_loop
 from kvjax.serve import Documents, Request, Runner
 from tests.tiny import VOCAB, tiny
@@ -57,7 +58,30 @@ def test_results_are_those_of_unrolled_layers(name, tmp_path, monkeypatch):
     looped, how = served(name, tmp_path / "looped")
     assert "layers 0-2 run as one loop" in how
     assert sum(result.found for result in looped) > 0
-    for one, other in zip(looped, unrolled, strict=True):
+    assert_equal(looped, unrolled)
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv-int8"])
+def test_results_are_those_of_layers_that_are_called(name, tmp_path, monkeypatch):
+    blocks = []
+    run_block = layer_calls.run_block
+    monkeypatch.setattr(layer_calls, "SMALLEST", 16)
+    monkeypatch.setattr(
+        layer_calls, "run_block", lambda *args, **rest: blocks.append(args[1].shape[1]) or run_block(*args, **rest)
+    )
+    monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.OFF)
+    unrolled, _ = served(name, tmp_path / "unrolled")
+    assert not blocks
+    monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.CALLS)
+    called, how = served(name, tmp_path / "called")
+    assert "layers that are alike share a program" in how
+    # Blocks of 16 tokens under a full cache, and whole prompts.
+    assert (set(blocks) >= {16}) if name == "full" else blocks
+    assert_equal(called, unrolled)
+
+
+def assert_equal(results: list[kvjax.serve.Result], expected: list[kvjax.serve.Result]) -> None:
+    for one, other in zip(results, expected, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
         assert one.found == other.found

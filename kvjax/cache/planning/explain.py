@@ -52,8 +52,11 @@ def explain(layout: "CacheLayout") -> str:
         )
     for run in layout.runs:
         lines.append(f"  layers {_ranges(run.layers)} run as one loop, which is compiled once for all of them")
+    if layout.calls_layers:
+        lines.append("  prompts: layers that are alike share a program, which is called for one after the other")
     if not layout.runs and len(layout.decode) > 1 and layout.platform != "cpu":
-        lines.append("  each layer is compiled by itself, since loops over layers run on CPUs only")
+        whose = "new tokens: " if layout.calls_layers else ""
+        lines.append(f"  {whose}each layer is compiled by itself, since loops over layers run on CPUs only")
     if layout.platform == "cpu":
         lines += [f"  {line}" for line in products.explain().splitlines()]
     return "\n".join(lines)

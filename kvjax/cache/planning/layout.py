@@ -41,6 +41,7 @@ class CacheLayout:
       platform: ``cpu``, ``gpu`` or ``tpu``, for reports.
       sizes: of the model, for the parameters of policies; None = not known.
       runs: the layers that run as loops, with their caches in stacks; see `kvjax.models.layer_loop`.
+      calls_layers: whether prompts call a program for each layer; see `kvjax.generation.layer_calls`.
     """
 
     prompt: Phase
@@ -53,6 +54,7 @@ class CacheLayout:
     platform: str = dataclasses.field(default="cpu", compare=False)
     sizes: ModelSizes | None = dataclasses.field(default=None, compare=False, repr=False)
     runs: LayerRuns = ()
+    calls_layers: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def groups(self) -> tuple[Group, ...]:
