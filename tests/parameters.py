@@ -11,7 +11,7 @@ import numpy as np
 
 import kvjax
 from kvjax.models.config import model_sizes
-from kvjax.models.decoder import POLICY
+from kvjax.models.decoder_layer import POLICY
 from kvjax.policies import LinearGate, LoCoCo, ModelSizes, Parameters, QueryDirection, QuerySpread
 
 EVERY = (QuerySpread(), QueryDirection(), LinearGate(), LoCoCo().weights)

@@ -19,7 +19,8 @@ from kvjax.cache.state import Block
 from kvjax.devices import Device
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig, LayerKind
-from kvjax.models.decoder import Decoder, run_layer
+from kvjax.models.decoder import Decoder
+from kvjax.models.decoder_layer import run_layer
 from kvjax.models.parameters import parameter_shapes
 from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.host_memory import DEVICE, PINNED

@@ -8,7 +8,7 @@ from flax import traverse_util
 
 from experiments.tuning.config import FULL, LoraConfig, TuneConfig
 from kvjax.errors import ConfigError
-from kvjax.models.decoder import POLICY, SIDES, SKEW
+from kvjax.models.decoder_layer import POLICY, SIDES, SKEW
 from kvjax.parallel.sharding import Params
 from kvjax.typing import PyTree
 

@@ -18,7 +18,7 @@ from kvjax.errors import InputError
 from kvjax.inputs import check_batch
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import GATES, run_layer
+from kvjax.models.decoder_layer import GATES, run_layer
 from kvjax.models.gates import Gates
 from kvjax.models.model import Model
 from kvjax.parallel import distributed

@@ -20,7 +20,7 @@ from kvjax.cache.step.interface import AttentionOperands
 from kvjax.kernels import softmax
 from kvjax.models.bound import BoundDecoder
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import Streams
+from kvjax.models.decoder_layer import Streams
 from kvjax.typing import PyTree
 
 Array = jax.Array

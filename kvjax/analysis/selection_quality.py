@@ -18,7 +18,7 @@ from kvjax.analysis.scan import over_steps
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.errors import InputError
 from kvjax.generation.selection_record import NONE
-from kvjax.models.decoder import SKEW
+from kvjax.models.decoder_layer import SKEW
 from kvjax.models.model import Model
 from kvjax.models.skew import find_skew, skewed
 from kvjax.policies.base import Policy

@@ -27,7 +27,7 @@ from kvjax.generation.context import Boundaries, Context, Span, padded_rows, spa
 from kvjax.generation.continuations import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import POLICY, SIDES, SKEW
+from kvjax.models.decoder_layer import POLICY, SIDES, SKEW
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 

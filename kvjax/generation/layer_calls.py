@@ -30,7 +30,7 @@ from kvjax.generation.prompt_end import converted
 from kvjax.models import layer_loop
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig, LayerKind
-from kvjax.models.decoder import run_layer
+from kvjax.models.decoder_layer import run_layer
 from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.sharding import Params
 

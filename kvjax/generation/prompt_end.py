@@ -17,7 +17,7 @@ from kvjax.cache.step.layer_shares import shared_by_layers
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.prompt_replay import evict_prompt
 from kvjax.models.config import DecoderConfig, LayerKind
-from kvjax.models.decoder import POLICY, SIDES, SKEW
+from kvjax.models.decoder_layer import POLICY, SIDES, SKEW
 from kvjax.parallel.sharding import Params
 from kvjax.storage.side import rows_of
 from kvjax.typing import PyTree

@@ -12,7 +12,8 @@ from kvjax.cache.state import Block, KVState
 from kvjax.cache.step.interface import AttentionOperands
 from kvjax.models import layer_loop
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import CHOICES, PROJECTED, RUNS, SEEN, Choice, Decoder, Streams
+from kvjax.models.decoder import CHOICES, PROJECTED, RUNS, SEEN, Choice, Decoder
+from kvjax.models.decoder_layer import Streams
 from kvjax.parallel.sharding import Params, PyTree
 
 Array = jax.Array

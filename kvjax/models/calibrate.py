@@ -20,7 +20,7 @@ from kvjax.errors import PolicyError, StorageError
 from kvjax.inputs import check_batch
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig, model_sizes
-from kvjax.models.decoder import POLICY, SIDES, run_layer
+from kvjax.models.decoder_layer import POLICY, SIDES, run_layer
 from kvjax.models.gradients import gradients
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, host_memory

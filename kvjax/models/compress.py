@@ -11,7 +11,7 @@ from kvjax.cache import shared_prefix
 from kvjax.errors import StorageError
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import SIDES, SKEW
+from kvjax.models.decoder_layer import SIDES, SKEW
 from kvjax.models.model import Model
 from kvjax.models.skew import can_fold
 from kvjax.parallel import distributed, host_memory

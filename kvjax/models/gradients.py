@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 from kvjax.cache.planning.layout import Group
 from kvjax.cache.state import Block
 from kvjax.models.config import DecoderConfig, LayerKind
-from kvjax.models.decoder import SHIFT, Decoder, run_layer
+from kvjax.models.decoder import Decoder
+from kvjax.models.decoder_layer import SHIFT, run_layer
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
 from kvjax.policies.window import full

@@ -185,7 +185,7 @@ def _of_layer(own: RunParams, like: Params, index: Array) -> Params:
 
 
 class Output(Protocol):
-    """The result of a layer; see `kvjax.models.decoder.LayerOutput`."""
+    """The result of a layer; see `kvjax.models.decoder_layer.LayerOutput`."""
 
     @property
     def x(self) -> Array: ...

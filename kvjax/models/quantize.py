@@ -20,7 +20,7 @@ from kvjax.arguments import count_argument
 from kvjax.cache import shared_prefix
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import POLICY
+from kvjax.models.decoder_layer import POLICY
 from kvjax.models.experts import ROUTER
 from kvjax.models.model import Model
 from kvjax.models.offload import LAYER, in_host_memory

@@ -22,7 +22,8 @@ from kvjax.cache.state import Block
 from kvjax.errors import InputError
 from kvjax.inputs import check_batch
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import SKEW, Decoder
+from kvjax.models.decoder import Decoder
+from kvjax.models.decoder_layer import SKEW
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params

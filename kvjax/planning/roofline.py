@@ -27,7 +27,7 @@ from kvjax.devices import Device
 from kvjax.generation.decoding import Carry
 from kvjax.models import offload
 from kvjax.models.config import DecoderConfig, model_sizes
-from kvjax.models.decoder import POLICY, SIDES
+from kvjax.models.decoder_layer import POLICY, SIDES
 from kvjax.models.quantize import WeightCodes, held_shapes
 from kvjax.parallel import sharding
 from kvjax.parallel.host_memory import DEVICE, HOST, PINNED

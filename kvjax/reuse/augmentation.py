@@ -20,7 +20,7 @@ from kvjax.generation.continuations import takes_blocks, without_step_kernels
 from kvjax.generation.program import program
 from kvjax.models.bound import BoundDecoder, bind
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import POLICY, SIDES, SKEW
+from kvjax.models.decoder_layer import POLICY, SIDES, SKEW
 from kvjax.models.layers import Embed
 from kvjax.models.model import Model
 from kvjax.parallel import distributed

@@ -21,7 +21,7 @@ from kvjax.errors import InputError
 from kvjax.generation.program import program
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig, LayerKind
-from kvjax.models.decoder import run_layer
+from kvjax.models.decoder_layer import run_layer
 from kvjax.models.model import Model
 from kvjax.numerics.rope import Rope
 from kvjax.parallel.sharding import Params

@@ -15,7 +15,7 @@ from kvjax.cache.groups import Group, Phase
 from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV, exact_store
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import run_layer
+from kvjax.models.decoder_layer import run_layer
 from kvjax.models.layers import Linear, Norm
 from kvjax.parallel.sharding import Params
 from kvjax.policies.window import full

@@ -14,7 +14,7 @@ from kvjax.generation.score_function import score_function
 from kvjax.inputs import check_batch
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import model_sizes
-from kvjax.models.decoder import POLICY
+from kvjax.models.decoder_layer import POLICY
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params

@@ -14,7 +14,7 @@ from kvjax import policies, selection
 from kvjax.errors import ConfigError, InputError
 from kvjax.generation.decoding import CHUNK
 from kvjax.models import shapes, skew
-from kvjax.models.decoder import POLICY
+from kvjax.models.decoder_layer import POLICY
 from kvjax.models.offload import offload
 from kvjax.models.parameters import parameter_count
 from kvjax.models.quantize import parameter_bytes

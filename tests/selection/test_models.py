@@ -17,7 +17,7 @@ from kvjax.errors import InputError, PolicyError, SelectionError
 from kvjax.generation import generate as loop
 from kvjax.models import skew
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import SKEW
+from kvjax.models.decoder_layer import SKEW
 from kvjax.numerics.rope import Rope
 from tests import reference
 from tests.reference import decoder as reference_decoder

@@ -13,7 +13,7 @@ from kvjax.errors import CheckpointError, InputError
 from kvjax.generation.generate import decode
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.sampling import Greedy, Sample
-from kvjax.models.decoder import POLICY
+from kvjax.models.decoder_layer import POLICY
 from kvjax.policies import LinearGate
 from kvjax.serve import Request, Runner
 from kvjax.serve.prefix import length_of, room_of

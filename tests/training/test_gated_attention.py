@@ -13,7 +13,8 @@ from kvjax import policies
 from kvjax.analysis.gates import hidden_states
 from kvjax.errors import PolicyError
 from kvjax.models.config import model_sizes
-from kvjax.models.decoder import POLICY, Decoder
+from kvjax.models.decoder import Decoder
+from kvjax.models.decoder_layer import POLICY
 from kvjax.training import GatedAttention, Retention
 from tests.parameters import with_parameters
 from tests.tiny import random_tokens, tiny

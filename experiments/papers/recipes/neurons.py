@@ -18,7 +18,8 @@ from experiments.papers.settings import Settings
 from kvjax import policies
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import Decoder, Streams
+from kvjax.models.decoder import Decoder
+from kvjax.models.decoder_layer import Streams
 from kvjax.models.layers import ACTIVATIONS, Linear, Norm
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
@@ -187,7 +188,7 @@ def _gates(config: DecoderConfig, layer: Params, streams: Streams) -> Array:
     def norm(name: str, x: object) -> Any:
         return Norm(config, dtype).apply({"params": layer.get(name, {})}, x)
 
-    # [B, n, hidden], as in `kvjax.models.decoder.Layer`
+    # [B, n, hidden], as in `kvjax.models.decoder_layer.Layer`
     x: Any = streams.block_input + streams.attention_output
     if config.norm_position == "post":
         x = norm("attention_norm", x)

@@ -17,7 +17,8 @@ from kvjax.analysis.rows import Rows
 from kvjax.analysis.scan import over_tiles
 from kvjax.cache.state import Block
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import SKEW, Decoder
+from kvjax.models.decoder import Decoder
+from kvjax.models.decoder_layer import SKEW
 from kvjax.selection.speculate import skewed
 from kvjax.typing import JsonObject, PyTree
 
