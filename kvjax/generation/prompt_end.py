@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache.groups import Group
 from kvjax.cache.layer_stack import LayerStack, entries_of, len_of, sequence_of
@@ -23,6 +24,8 @@ from kvjax.storage.side import rows_of
 from kvjax.typing import PyTree
 
 Array = jax.Array
+# Optional parameters of the attention of a layer; its budgets, by group of heads; and its number.
+LayerParts = tuple[tuple[PyTree, ...], PyTree, Array | np.int32]
 
 
 def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: Params) -> Sequence[Layer]:
@@ -39,16 +42,16 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
     if layout.shares_layers:
         kv = shared_by_layers(kv, layout.prompt)
 
-    def one(index: int, layer: Layer, parts: tuple[tuple[PyTree, ...], PyTree, Array]) -> Layer:
-        """Converts a layer of the same structure as layer `index`, given its arrays, budgets and layer number."""
+    def one(index: int, layer: Layer, parts: LayerParts) -> Layer:
+        """Converts a layer of the same structure as layer `index`, given its parts."""
         return _convert(
             layer, parts, kv.length, kv.total, config=config, kind=config.kind(index), before=layout.prompt[index],
             after=layout.decode[index],
         )  # fmt: skip
 
-    def parts_of(index: int) -> tuple[tuple[PyTree, ...], PyTree, Array]:
+    def parts_of(index: int) -> LayerParts:
         own = params[f"layer_{index}"]["attention"]
-        return (own.get(SKEW), own.get(SIDES), own.get(POLICY)), kv.budget[index], jnp.int32(index)
+        return (own.get(SKEW), own.get(SIDES), own.get(POLICY)), kv.budget[index], np.int32(index)
 
     def entry(index: int, layer: Layer | LayerStack) -> Layer | LayerStack:
         if isinstance(layer, Layer):
@@ -64,7 +67,7 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
 @functools.partial(jax.jit, static_argnames=("config", "kind", "before", "after"))
 def _convert(
     layer: Layer,
-    parts: tuple[tuple[PyTree, ...], PyTree, Array],
+    parts: LayerParts,
     length: Array,
     total: Array,
     *,
@@ -77,7 +80,7 @@ def _convert(
 
     Args:
       layer: at the end of the prompt.
-      parts: optional parameters of the layer's attention; its budgets, by group of heads; and its number.
+      parts: see `LayerParts`.
       length: [B] int32, see `KVState`.
       total: [B] int32, likewise.
       config: the decoder.
@@ -95,7 +98,7 @@ def _convert(
         prompt = Prompt(length, kind.rope, frequencies, skew, sides)
         if old.replay is not None:
             args = LayerArgs(scale=scale, soft_cap=config.attention_soft_cap, window=kind.window, params=policy)
-            own = evict_prompt(own, old, budget, prompt, total, number, args)
+            own = evict_prompt(own, old, budget, prompt, total, jnp.asarray(number), args)
         group = convert(own, old, new, prompt)
         made.append(constrain_slots(group, new.per_head) if new.slot_axes else group)
     return Layer(made)

@@ -41,7 +41,7 @@ from tests import conftest  # noqa: F401, it sets how programs are compiled
 ROWS, PROMPT, NEW = 4, 12, 5
 #: Large enough that the bytes of its weights are not lost among those of headers and messages.
 CONFIG = DecoderConfig(
-    family="llama", vocab_size=2048, hidden_size=128, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32,
+    family="llama", vocab_size=2048, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32,
     mlp_size=512, max_positions=64, rope=Rope(dim=32), tie_embeddings=False,
 )  # fmt: skip
 
