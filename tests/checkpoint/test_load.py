@@ -569,3 +569,11 @@ def test_adapters_are_said_and_not_applied(tmp_path):
     save_file(found, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match=r"holds an adapter \(adapter_config.json\), which is not applied"):
         assert_same(load(tmp_path).params, params)
+
+
+def test_a_mesh_by_its_axes():
+    assert load("kvjax-tiny", mesh="data:1").mesh.shape == {"data": 1, "model": 1}
+    with pytest.raises(ConfigError, match="too few|devices"):
+        load("kvjax-tiny", mesh="data:64")
+    with pytest.raises(ConfigError, match="rows"):
+        load("kvjax-tiny", mesh="rows:1")
