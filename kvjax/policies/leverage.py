@@ -9,6 +9,7 @@ from kvjax.arguments import count_argument, number_argument
 from kvjax.policies.base import Evict, compress_or_evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Stats, View
+from kvjax.policies.h2o import Newest
 from kvjax.policies.slot_order import FirstSlots, by_slot_order, in_slot_order, slot_ranks
 
 Array = jax.Array
@@ -103,20 +104,25 @@ class KeyValueShare(Importance):
 
 @factory
 def leverage(
-    budget: BudgetLike, *, every: int | None = None, ridge: float = 0.01, positions: str = "original"
+    budget: BudgetLike, *, every: int | None = None, ridge: float = 0.01, recent: int = 0, positions: str = "original"
 ) -> Evict:
     """Keeps the keys of the largest leverage: directions that few other keys have (Compactor, arXiv:2507.08143).
 
     Leverage is x (XᵀX + ridge·I)⁻¹ xᵀ of the keys before rotation; see `Leverage`. The authors add a score of attention
-    to it.
+    to it. Words that occur often have a low leverage in the first layer, where equal tokens have equal keys, so that
+    the last tokens of a prompt may be evicted there; `recent` protects them.
 
     Args:
       budget: slots per KV head; see `evict`.
       every: see `lagkv`.
       ridge: added to the diagonal of XᵀX; greater than 0.
+      recent: the number of newest positions that are protected.
       positions: see `evict`.
     """
-    return compress_or_evict(every, importance=Leverage(ridge), budget=budget, positions=positions, name="leverage")
+    scope = Newest(recent) if count_argument("recent", recent, minimum=0) else None
+    return compress_or_evict(
+        every, importance=Leverage(ridge), scope=scope, budget=budget, positions=positions, name="leverage"
+    )
 
 
 @factory

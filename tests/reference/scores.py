@@ -54,12 +54,14 @@ def leverage_of(key: Array, ridge: float) -> Array:
     return np.einsum("sd,de,se->s", x, np.linalg.inv(x.T @ x + ridge * np.eye(x.shape[1])), x)
 
 
-def leverage(budget: Any, every: int | None = None, ridge: float = 0.01, **options: Any) -> Policy:
+def leverage(budget: Any, every: int | None = None, ridge: float = 0.01, recent: int = 0, **options: Any) -> Policy:
     def rank(view: View) -> Ranking:
         scaled = leverage_of(view.unrotated, ridge) * 2**16
         # How far each is from the place where it would be rounded otherwise, and how far the next value is.
         distance = np.abs(scaled - np.floor(scaled) - 0.5) / np.maximum(scaled, 1.0)
-        return Ranking(np.rint(scaled) / 2**16, distance=distance, unit=1.0 / max(scaled.min(), 1.0))
+        score = np.rint(scaled) / 2**16
+        score[len(score) - recent :] = np.inf
+        return Ranking(score, distance=distance, unit=1.0 / max(scaled.min(), 1.0))
 
     return _policy(budget, rank, every, **options)
 
