@@ -7,8 +7,9 @@ A request has six chunks of a text in which facts are hidden, and a question abo
 one chunk (`whole`); of the others, a chunk has the beginning, and the next one the end (`divided`), which a cache of
 the chunk alone cannot know. Each method answers all requests: `prefill` computes everything; `reused` nothing; `blend`,
 `random` and `first` recompute a share of the tokens, by the deviation of values, at random, and at the beginning of
-each chunk; `craft` chooses among the caches of chunks in another order, and repairs them; `parallel` reads all chunks
-at the same positions.
+each chunk; `asked` is `blend` with a part of the share (--by_question) for tokens that the question attends to; `craft`
+chooses among the caches of chunks in another order, and repairs them; `parallel` reads all chunks at the same
+positions.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from experiments import cli
 from kvjax.errors import ConfigError
 
 SHARES = ("0.05", "0.15", "0.3")
-METHODS = ("prefill", "reused", "blend", "random", "first", "craft", "parallel")
+METHODS = ("prefill", "reused", "blend", "asked", "random", "first", "craft", "parallel")
 
 
 def define(values: flags.FlagValues) -> None:
@@ -31,6 +32,8 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("prefix", "Here are some notes.\n", "the text before the chunks", flag_values=values)
     flags.DEFINE_list("methods", list(METHODS), f"comma-separated, of {', '.join(METHODS)}", flag_values=values)
     flags.DEFINE_list("shares", list(SHARES), "shares of tokens that are recomputed, in (0, 1)", flag_values=values)
+    about = "the part of the share that asked gives to tokens that the question attends to, from 0 to 1"
+    flags.DEFINE_float("by_question", 0.25, about, lower_bound=0, upper_bound=1, flag_values=values)
     flags.DEFINE_list("alphas", ["1"], "factors of the share that craft recomputes", flag_values=values)
     flags.DEFINE_integer("distances", 4, "requests whose distances are measured", lower_bound=0, flag_values=values)
     flags.DEFINE_integer("seed", 0, "of names, codes and orders", lower_bound=0, flag_values=values)

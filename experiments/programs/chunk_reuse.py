@@ -145,7 +145,8 @@ def _craft(model: Model, request: Request, setting: float) -> Made:
     return Made(made.context, made)
 
 
-METHODS: dict[str, Callable[[Model, Request, float], Made]] = {
+Method = Callable[[Model, Request, float], Made]
+METHODS: dict[str, Method] = {
     "prefill": _prefill,
     "reused": lambda model, request, _: _blend(model, request, check=None),
     "blend": lambda model, request, setting: _blend(model, request, ratio=setting),
@@ -186,6 +187,11 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
         encode, text, count=values.requests, chunks=values.chunks, tokens=values.tokens, seed=values.seed
     )
     prefix = reuse.compute(model, encode(values.prefix))
+
+    def asked_blend(model: Model, request: Request, setting: float) -> Made:
+        return _blend(model, request, ratio=setting, by_question=values.by_question)
+
+    methods = METHODS | {"asked": asked_blend}
     settings: dict[str, Sequence[float | None]] = {
         "craft": alphas,
         "prefill": [None],
@@ -210,7 +216,8 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
                 store.add(reuse.compute_variants(model, [each.chunks[place] for place in each.other_order], prefix))
             request = Request(each, caches, store, values.seed + number)
             for tally in tallies:
-                _measure(model, request, tally, distances=number < values.distances, first=number == 0)
+                method = methods[tally.method]
+                _measure(model, request, tally, method, distances=number < values.distances, first=number == 0)
             if values.output:
                 done = kept | {"methods": [dataclasses.asdict(own) for own in tallies]}
                 results.write(Path(values.output), results.to_json(done))
@@ -219,9 +226,9 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
     return 0
 
 
-def _measure(model: Model, request: Request, tally: Tally, *, distances: bool, first: bool) -> None:
+def _measure(model: Model, request: Request, tally: Tally, method: Method, *, distances: bool, first: bool) -> None:
     began = time.perf_counter()
-    made = METHODS[tally.method](model, request, 0.0 if tally.setting is None else tally.setting)
+    made = method(model, request, 0.0 if tally.setting is None else tally.setting)
     made.context.logits.block_until_ready()
     if not first:
         tally.seconds.append(time.perf_counter() - began)

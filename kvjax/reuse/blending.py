@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax import policies
-from kvjax.arguments import choice_argument
+from kvjax.arguments import choice_argument, number_argument
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import InputError, shown
 from kvjax.generation.context import Context
@@ -60,6 +60,7 @@ def blend(
     ratio: float | Sequence[float] = 0.15,
     check: int | None = 1,
     deviation: str = "value",
+    by_question: float = 0.0,
     first: int = 0,
     room: int | None = None,
     options: CacheOptions | None = None,
@@ -81,6 +82,10 @@ def blend(
         rising, each of which chooses among those of the one before (the paper's gradual filtering).
       check: the layer whose values are compared, from 1 to the last; None = no token is recomputed but for `first`.
       deviation: what is compared: ``value``, ``key``, or ``both``, by the squared distance over KV heads and features.
+      by_question: the part of `ratio` that the question chooses, from 0 to 1: tokens that it attends to, in the caches
+        as they are, are recomputed in all layers, and only the rest by deviation. 1 = all of them, as in ProphetKV
+        (arXiv:2602.02579). A token has a vote of every KV head that keeps it under `kvjax.policies.snapkv` with the
+        question as its window, in as many slots as there are tokens to recompute; most votes go first.
       first: the number of first tokens of each chunk that are recomputed in all layers, in addition to those chosen
         by deviation (as in EPIC, arXiv:2410.15332).
       room: the number of tokens that arrays are made for; None for 256 more than there are.
@@ -96,7 +101,12 @@ def blend(
     prefix = check_chunks(model, chunks)
     layers = model.config.num_layers
     ids = checked_tokens(model.config, "question", question)
-    shares = _checked_shares(ratio, check, layers)
+    by_question = number_argument("by_question", by_question, minimum=0, maximum=1, error=InputError)
+    if by_question and not isinstance(ratio, numbers.Real):
+        raise InputError("by_question needs one ratio for all layers.")
+    shares = _checked_shares(ratio, None if by_question == 1 else check, layers)
+    if by_question == 1:
+        check = None
     choice_argument("deviation", deviation, DEVIATIONS, error=InputError)
     if first != 0:
         check_count("first", first)
@@ -105,9 +115,16 @@ def blend(
     always = np.zeros(len(text), bool)
     for start, each in zip(text.starts, chunks, strict=True):
         always[start : start + min(first, len(each))] = True
+    number = len(text) - begun
+    counts = [_count(share, number) for share in shares]
+    if by_question and isinstance(ratio, numbers.Real):
+        count = _count(float(ratio), number)
+        asked = _count(by_question, count)
+        votes = _votes(model, text, ids, count, options)[begun:]
+        always[begun + largest(votes, np.arange(number), asked, always[begun:])] = True
+        counts = [count - asked] * len(counts)
     # [n] the tokens that enter layer 0
     position = np.flatnonzero(always) if check is None else np.arange(begun, len(text))
-    counts = [int(np.floor(share * (len(text) - begun) + 1e-9)) for share in shares]
 
     def choose(layer: int, result: LayerResult, position: np.ndarray) -> np.ndarray:
         if check is None or layer < check:
@@ -180,6 +197,32 @@ def largest(score: np.ndarray, position: np.ndarray, count: int, always: np.ndar
     chosen = always.copy()
     chosen[order[: min(count, int((~always).sum()))]] = True
     return np.flatnonzero(chosen)
+
+
+def _count(share: float, number: int) -> int:
+    """Returns a share of a number, rounded down."""
+    return int(np.floor(share * number + 1e-9))
+
+
+def _votes(model: Model, text: Text, question: np.ndarray, count: int, options: CacheOptions) -> np.ndarray:
+    """Returns the number of KV heads that keep each token of a text for a question, [T] int64.
+
+    Args:
+      model: of the caches.
+      text: prefix and chunks, none of which is recomputed.
+      question: [n] int32.
+      count: the tokens that a head keeps besides the question.
+      options: whose implementation is used.
+    """
+    length = len(text) + len(question)
+    own = CacheOptions(implementation=options.implementation)
+    model, spec = own.resolve(model, policies.snapkv(count + len(question), window=len(question)))
+    context = feed_question(model, spec, text.tokens, text.key, text.value, question, room=length, options=own)
+    votes = np.zeros(length, np.int64)
+    for layer in range(model.config.num_layers):
+        for held in context.kept(layer)[0]:
+            votes[held] += 1
+    return votes[: len(text)]
 
 
 def _checked_shares(ratio: float | Sequence[float], check: int | None, layers: int) -> list[float]:

@@ -97,6 +97,28 @@ def test_gradual_shares(caches):
     assert far.rank_correlation.shape == (2,) and (np.diff(far.value[1:]) > 0).any()
 
 
+@pytest.mark.parametrize("part", [0.4, 1.0])
+def test_tokens_that_the_question_chooses(model, caches, part):
+    made = reuse.blend(model, caches, QUESTION, ratio=0.35, by_question=part)
+    # Without recomputation, under the policy whose heads vote.
+    count = int(0.35 * sum(map(len, CHUNKS)))
+    voting = policies.snapkv(count + len(QUESTION), window=len(QUESTION))
+    kept = reuse.blend(model, caches, QUESTION, voting, check=None).context.kept
+    votes = np.bincount([place for layer in range(4) for head in kept(layer)[0] for place in head])
+    votes = votes[len(PREFIX) : -len(QUESTION)]
+    most = sorted(range(len(votes)), key=lambda place: (votes[place], place))[-int(part * count) :]
+    chunked = made.active[:, len(PREFIX) : -len(QUESTION)]
+    assert chunked[:, most].all()
+    assert chunked[-1].sum() == count
+    # All tokens go through the layers before deviations are known, if there is something left to choose by them.
+    assert chunked[0].sum() == (chunked.shape[1] if part < 1 else count)
+    # The whole question is the same as a prefill, whoever chooses.
+    assert_close(
+        reuse.blend(model, caches, QUESTION, ratio=1.0, by_question=part, room=64).context,
+        contexts.prefill(model, TEXT, policies.full(), room=64),
+    )
+
+
 def test_a_chunk_in_its_old_context_needs_no_repair(model):
     prefix = reuse.compute(model, PREFIX)
     store = reuse.ChunkStore(model, prefix=prefix, max_bytes=1 << 24)
@@ -173,6 +195,8 @@ REFUSED = [
     ({"check": None, "ratio": (0.1,)}, "check=None recomputes nothing"),
     ({"deviation": "query"}, "deviation"),
     ({"first": -1}, "first"),
+    ({"by_question": 1.5}, "by_question must be a number from 0 to 1"),
+    ({"by_question": 0.5, "ratio": (0.3, 0.2, 0.1)}, "one ratio for all layers"),
     ({"room": 10}, "smaller than the text"),
     ({"question": []}, "question|at least one token"),
     ({"chunks": []}, "at least one ChunkCache"),
