@@ -10,7 +10,8 @@ from kvjax.serve.api_errors import ApiError
 from kvjax.serve.documents import RATIO
 from kvjax.typing import JsonObject
 
-FIELDS = frozenset({"documents", "recompute_ratio"})
+SHARES = {"recompute_ratio": RATIO, "recompute_by_question": 0.0}  # fields that are shares, and their defaults
+FIELDS = frozenset({"documents", *SHARES})
 MAX_DOCUMENTS = 256
 
 
@@ -32,10 +33,12 @@ class GivenDocuments(NamedTuple):
     Attributes:
       texts: of each, a text or token ids.
       ratio: see `kvjax.serve.Documents`.
+      by_question: likewise.
     """
 
     texts: list[str | list[int]]
     ratio: float
+    by_question: float
 
 
 def given_documents(body: JsonObject) -> GivenDocuments | None:
@@ -47,17 +50,19 @@ def given_documents(body: JsonObject) -> GivenDocuments | None:
     Raises:
       ApiError: they are not valid.
     """
-    documents, ratio = body.get("documents"), body.get("recompute_ratio")
-    asked, ratio = ratio is not None, RATIO if ratio is None else ratio
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
-        raise ApiError(400, f"recompute_ratio must be a number from 0 to 1; got {ratio!r}.", param="recompute_ratio")
+    documents = body.get("documents")
+    shares = {name: body[name] for name in SHARES if body.get(name) is not None}
+    for name, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ApiError(400, f"{name} must be a number from 0 to 1; got {share!r}.", param=name)
     if documents is None or documents == []:
-        if asked:
-            raise ApiError(400, "recompute_ratio is of documents, and there are none.", param="recompute_ratio")
+        for name in shares:
+            raise ApiError(400, f"{name} is of documents, and there are none.", param=name)
         return None
     if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:
         raise ApiError(400, f"documents must be a list of at most {MAX_DOCUMENTS}.", param="documents")
-    return GivenDocuments([_document(each, number) for number, each in enumerate(documents)], float(ratio))
+    texts = [_document(each, number) for number, each in enumerate(documents)]
+    return GivenDocuments(texts, *(float(share) for share in (SHARES | shares).values()))
 
 
 def _document(given: Any, number: int) -> str | list[int]:

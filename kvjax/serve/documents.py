@@ -6,11 +6,11 @@ tokens and feeds the prompt (`kvjax.reuse.blend`), which approximates a prompt t
 """
 
 import dataclasses
-import numbers
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from kvjax.arguments import number_argument
 from kvjax.cache.groups import Phase
 from kvjax.cache.layer_stack import arranged_state
 from kvjax.cache.planning.limits import prompt_bucket
@@ -47,11 +47,13 @@ class Documents:
       beginning: [n] int, the tokens before all of them, such as a begin-of-text token, possibly none. Every document is
         computed behind these, so that other ones need other caches.
       ratio: the share of the documents' tokens that are recomputed; see `kvjax.reuse.blend`.
+      by_question: the part of these that the request's tokens choose; see there.
     """
 
     chunks: Sequence[Tokens]
     beginning: Tokens = ()
     ratio: float = RATIO
+    by_question: float = 0.0
 
     def __repr__(self) -> str:
         return one_line(self)
@@ -72,16 +74,17 @@ def checked_documents(config: DecoderConfig, documents: Documents) -> Documents:
         raise InputError(f"documents must be kvjax.serve.Documents(chunks); got {shown(documents)}.")
     if config.num_layers <= CHECK:
         raise InputError("documents need a model of two layers or more, in the second of which they are compared.")
-    ratio = documents.ratio
-    if not isinstance(ratio, numbers.Real) or isinstance(ratio, bool) or not 0 <= ratio <= 1:
-        raise InputError(f"the ratio of documents must be a number from 0 to 1; got {shown(ratio)}.")
+    ratio, by_question = (
+        number_argument(f"the {name} of documents", getattr(documents, name), minimum=0, maximum=1, error=InputError)
+        for name in ("ratio", "by_question")
+    )
     if not isinstance(documents.chunks, Sequence) or not documents.chunks:
         raise InputError("documents must have a list of at least one chunk of token ids.")
     check_model(config)
     chunks = [checked_tokens(config, "a document", each) for each in documents.chunks]
     empty = isinstance(documents.beginning, Sequence | np.ndarray) and not len(documents.beginning)
     beginning = np.zeros(0, np.int32) if empty else checked_tokens(config, "beginning", documents.beginning)
-    return Documents(chunks, beginning, float(ratio))
+    return Documents(chunks, beginning, ratio, by_question)
 
 
 class DocumentCaches:
@@ -182,7 +185,7 @@ class DocumentPrompt:
     ) -> None:
         """See `DocumentCaches.begin`."""
         self._prompts, self._caches, self._prompt = prompts, caches, prompt
-        self._namespace, self._ratio = namespace, documents.ratio
+        self._namespace, self._documents = namespace, documents
         self._beginning, self._chunks = np.asarray(documents.beginning), [np.asarray(each) for each in documents.chunks]
         self._prefix: ChunkCache | None = None
         self._held: dict[bytes, ChunkCache] = {}
@@ -221,7 +224,8 @@ class DocumentPrompt:
         # The last token is not fed, as in `Prompts`, whose arrays these are then but for special cases.
         limits = dataclasses.replace(prompts.limits, new_tokens=max(1, prompts.limits.new_tokens - 1))
         made = blend(
-            prompts.model, chunks, tokens[length:], prompts.spec, ratio=self._ratio, check=CHECK,
+            prompts.model, chunks, tokens[length:], prompts.spec, ratio=self._documents.ratio, check=CHECK,
+            by_question=self._documents.by_question,
             room=self._prompt.total, options=CacheOptions(limits=limits, implementation=prompts.implementation),
         )  # fmt: skip
         self.step = prompt_bucket(len(tokens))

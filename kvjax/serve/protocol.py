@@ -4,8 +4,8 @@ Source: the API reference at platform.openai.com, "Completions" and "Chat comple
 not ignored. Further fields, which the `openai` package sends from ``extra_body``: top_k, min_p, repetition_penalty,
 stop_token_ids, ignore_eos, priority (as in vLLM: the lowest number is served first), prefix, the name of a state that
 the server was given, conversation, as in OpenAI's responses: the id of a conversation that the server holds, documents,
-texts before the prompt, as in the templates of `transformers`, and recompute_ratio, the share of these that is computed
-again.
+texts before the prompt, as in the templates of `transformers`, recompute_ratio, the share of these that is computed
+again, and recompute_by_question, the part of that share that the prompt chooses.
 """
 
 import dataclasses
@@ -209,13 +209,13 @@ def _documents(given: GivenDocuments, body: JsonObject, served: ServerInfo, chat
         check_size("".join(each for each in given.texts if isinstance(each, str)), served, None, "documents")
     chunks = document_tokens(given, tokenizer)
     if chat is not None:
-        return Documents(chunks, chat.beginning, given.ratio)
+        return Documents(chunks, chat.beginning, given.ratio, given.by_question)
     # `_prompts` has checked it: a text, token ids, or a list of either.
     texts = {isinstance(each, str) for each in (prompt if isinstance(prompt, list) else [prompt])}
     if len(texts) > 1:
         raise ApiError(400, "with documents, prompts must be all texts or all token ids.", param="prompt")
     beginning = tokenizer.encode("") if True in texts and tokenizer is not None else []
-    return Documents(chunks, beginning, given.ratio)
+    return Documents(chunks, beginning, given.ratio, given.by_question)
 
 
 def _prompts(body: JsonObject, served: ServerInfo, prefix: Context | None, *, bos: bool) -> list[list[int]]:

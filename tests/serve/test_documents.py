@@ -67,6 +67,15 @@ def test_tokens_are_those_of_blend(model, policy):
     assert [results[number].found for number in numbers] == [0, 39]
 
 
+def test_the_question_chooses_tokens(model):
+    result = ask(runner(model), documents=Documents([FIRST, SECOND], BEGIN, 0.4, by_question=0.5))
+    expected = blended(model, [FIRST, SECOND], ratio=0.4, by_question=0.5)
+    np.testing.assert_array_equal(result.tokens, expected.tokens[0])
+    np.testing.assert_allclose(result.logprobs, expected.logprobs[0], atol=1e-4)
+    others = blended(model, [FIRST, SECOND], ratio=0.4)
+    assert np.abs(result.logprobs - others.logprobs[0]).max() > 1e-3
+
+
 def test_all_recomputed_is_a_prompt(model):
     whole = kvjax.generate(model, TEXT[None, :49], policies.full(), max_new_tokens=5)
     made = ask(runner(model), ratio=1.0)
@@ -272,6 +281,7 @@ def test_each_choice_of_a_stream_has_the_documents(server):
         ("completions", {"documents": [{"text": "a", "title": "b"}]}, "documents[0] must be a text"),
         ("completions", {"documents": ["a"], "recompute_ratio": 2}, "from 0 to 1; got 2"),
         ("completions", {"recompute_ratio": 0.5}, "there are none"),
+        ("completions", {"documents": ["a"], "recompute_by_question": True}, "from 0 to 1; got True"),
         ("completions", {"documents": [[1, 10**12]]}, "outside the model's vocabulary"),
         ("completions", {"documents": ["long " * 200]}, "at most 64 are accepted"),
         ("completions", {"documents": ["a"], "prompt": ["a", [1, 2]]}, "all texts or all token ids"),
