@@ -50,6 +50,11 @@ REUSE = (
         "reuse", "KVTC", "2511.01815", ("kvjax.transport.KVTC", "kvjax.transport.fit_transform"),
         test="tests/transport/test_kvtc.py", figure="messages",
     ),
+    System(
+        "reuse", "ProphetKV", "2602.02579", ("kvjax.reuse.blend",), test="tests/reuse/test_chunks.py", figure="chunks",
+        form="`by_question=1`: tokens by the votes of KV heads for the question; with a smaller part, deviations choose "
+        "the others",
+    ),
 )  # fmt: skip
 
 SHARE = (
