@@ -52,7 +52,7 @@ REUSE = (
     ),
     System(
         "reuse", "ProphetKV", "2602.02579", ("kvjax.reuse.blend",), test="tests/reuse/test_chunks.py", figure="chunks",
-        form="`by_question=1`: tokens by the votes of KV heads for the question; with a smaller part, deviations choose "
+        form="`by_question=1`: by the votes of KV heads for the question; with a smaller part, deviations choose "
         "the others",
     ),
 )  # fmt: skip
