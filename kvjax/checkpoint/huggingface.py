@@ -83,6 +83,8 @@ def load(
         leaves out a process.
     """
     mesh = make_mesh(mesh) if isinstance(mesh, str) else mesh
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(f'mesh must be a mesh, or its axes such as "data:2,model:4"; got {shown(mesh)}.')
     if mesh is None:
         return _load(locate(path_or_name), dtype, mesh, rules or Rules(), host_weights, weights)
     distributed.check_mesh(mesh)

@@ -8,9 +8,10 @@ within one program.
 SmolLM2-135M under h2o, two cores of an EPYC, loops forbidden: a first prompt takes 0.9 CPU seconds instead of 16, and
 later ones the same time as by one program (64 tokens 121 ms for 120, 512 tokens 894 for 909).
 
-Prompts in blocks of less than `SMALLEST` tokens, with a replay, with layers that hold slots or budgets together, behind
-a shared prefix or with weights in host memory are run by one program. ``KVJAX_LAYER_LOOPS=off`` runs all prompts by one
-program, and ``KVJAX_LAYER_LOOPS=calls`` calls layers that could run as loops, too.
+One program runs prompts in blocks of less than `MIN_BLOCK` tokens, those with a replay, behind a shared prefix or with
+weights in host memory, layers that hold slots together (`minicache`) or share a budget, and models with less than
+`MIN_LAYERS_PER_KIND` layers of a kind. ``KVJAX_LAYER_LOOPS=off`` runs all prompts by one program, and
+``KVJAX_LAYER_LOOPS=calls`` calls layers that could run as loops, too.
 """
 
 import dataclasses
@@ -36,9 +37,8 @@ from kvjax.parallel.sharding import Params
 
 Array = jax.Array
 GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
-LAYER = "layer_"  # the parameters of a layer have its number after this
-SHORTEST = 3  # layers that share a program
-SMALLEST = 64  # tokens of a block, with fewer of which the calls themselves take long
+MIN_LAYERS_PER_KIND = 3  # a mean; with fewer, layers hardly share programs
+MIN_BLOCK = 64  # tokens; with fewer, the calls themselves take long
 
 
 def with_layer_programs(layout: CacheLayout, config: DecoderConfig, params: Params) -> CacheLayout:
@@ -68,14 +68,14 @@ def calls_layers(config: DecoderConfig, params: Params, layout: CacheLayout) -> 
     allowed = layer_loop.setting() in (layer_loop.ON, layer_loop.CALLS)
     if not allowed or layout.runs or layout.replay is not None or layout.shares_layers:
         return False
-    if layout.block is not None and layout.block < SMALLEST:
+    if layout.block is not None and layout.block < MIN_BLOCK:
         return False
     if shared_prefix.PARAM in params or any(map(host_memory.on_host, jax.tree.leaves(params))):
         return False
     if any(group.arrangement.borrows(group) for layer in layout.decode for group in layer):
         return False
     kinds = {(config.kind(index), groups) for index, groups in enumerate(layout.prompt)}
-    return config.num_layers >= SHORTEST * len(kinds)
+    return config.num_layers >= MIN_LAYERS_PER_KIND * len(kinds)
 
 
 def prefill_by_layer(
@@ -102,13 +102,13 @@ def prefill_by_layer(
         x, state = run_block(params, ids, np.int32(start), state, config=config, phase=layout.prompt)
         last, logprobs = leave(rest, x, targets, lengths, np.int32(start), last, config=config, score=score)
         scores.append(logprobs)
-    logits, state = end(params, state, last, decode_budget, config=config, layout=layout)
+    logits, state = finish(params, state, last, decode_budget, config=config, layout=layout)
     # [B, width] or [B, 0]
     logprobs = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=1)[:, :width]
     return logits, logprobs, state
 
 
-def end(
+def finish(
     params: Params,
     state: KVState,
     last: Array,
@@ -117,7 +117,7 @@ def end(
     config: DecoderConfig,
     layout: CacheLayout,
 ) -> tuple[Array, KVState]:
-    """Ends prompts.
+    """Returns the logits after prompts, and their cache for decoding.
 
     Args:
       params: of the decoder.
@@ -158,7 +158,7 @@ def run_block(
             position=position, prompt=state.prompt, total=state.total, budget=state.budget[index],
             layer=np.int32(index),
         )  # fmt: skip
-        own, held = params[f"{LAYER}{index}"], state.layers[index] if state.layers else None
+        own, held = params[f"layer_{index}"], state.layers[index] if state.layers else None
         x, layer = call_layer(own, x, held, block, config=config, kind=config.kind(index), groups=groups)
         layers.append(layer)
     return x, state.replace(layers=tuple(layers), length=length)
@@ -166,7 +166,7 @@ def run_block(
 
 def without_layers(params: Params) -> Params:
     """Returns the parameters that belong to no layer."""
-    return {name: own for name, own in params.items() if not name.startswith(LAYER)}
+    return {name: own for name, own in params.items() if not name.startswith("layer_")}
 
 
 @program(static_argnames=("config", "layout", "dtype"))
@@ -266,7 +266,7 @@ def leave(
     config: DecoderConfig,
     score: bool,
 ) -> tuple[Array, Array]:
-    """Returns what is needed of the output of the last layer.
+    """Returns the hidden state of each prompt's last token, and log-probabilities.
 
     Args:
       params: those that belong to no layer.

@@ -17,6 +17,7 @@ from kvjax.cache.step.interface import LayerArgs
 from kvjax.cache.step.layer_shares import shared_by_layers
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.prompt_replay import evict_prompt
+from kvjax.generation.program import program
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.decoder_layer import POLICY, SIDES, SKEW
 from kvjax.parallel.sharding import Params
@@ -64,7 +65,7 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
     return sequence_of([entry(*each) for each in zip(starts, entries, strict=True)])
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kind", "before", "after"))
+@program(static_argnames=("config", "kind", "before", "after"))
 def _convert(
     layer: Layer,
     parts: LayerParts,

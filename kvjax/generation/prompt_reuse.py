@@ -16,7 +16,7 @@ from kvjax.cache.layer_stack import LayerRun, LayerStack, sequence_of
 from kvjax.cache.planning.layout import CacheLayout, Phase
 from kvjax.cache.state import Block, KVState, Layer
 from kvjax.cache.step.step import step_layer
-from kvjax.generation import layer_calls
+from kvjax.generation import compiling, layer_calls
 from kvjax.generation.program import program
 from kvjax.generation.prompt_store import Activations, Entry, Projected, PromptStore
 from kvjax.models.bound import bind, logprobs_of
@@ -166,6 +166,7 @@ def _project(
     params: Params, x: Array, block: Block, *, config: DecoderConfig, kind: LayerKind, groups: tuple[Group, ...]
 ) -> tuple[Array, Projected]:
     """Returns the residual stream after a layer, [B, n, hidden], and the layer's queries, keys and values."""
+    compiling.traced()
     output = run_layer(params, x, None, block, None, config=config, kind=kind, dtype=x.dtype, groups=groups)
     return output.x, output.projected
 

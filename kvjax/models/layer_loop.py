@@ -13,12 +13,11 @@ seconds instead of 43, a step 26 ms instead of 31. With the codes of its GGUF fi
 unrolled if scales are not float32, as they would be converted for each product, or if inputs have another order than
 their own, and under ``stacked``.
 
-The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare. ``KVJAX_LAYER_LOOPS=stacked`` runs
-loops on every platform: each program stacks the weights, which takes their memory twice, and XLA copies the slices of
-weights and caches that it does not fuse. That suits a small model on a GPU, whose programs take minutes to compile and
-seconds to run: SmolLM2-135M on an H200, float32, 8 rows of 2,048 tokens, takes 18 s for a first call (beside 17 other
-processes; of unrolled layers, the prompts' program alone took three minutes), and 4.7 ms a step with a full cache, 3.5
-under h2o at 20 %. Steps of unrolled layers have not been measured there, so that it is not the default.
+The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare, and ``calls`` unrolls them but for
+prompts, which call layers. ``stacked`` runs loops on every platform: each program stacks the weights, which takes their
+memory twice, and XLA copies the slices of weights and caches that it does not fuse. SmolLM2-135M on an H200, float32, 8
+rows of 2,048 tokens, then takes 18 s for a first call, beside 17 other processes, and 4.7 ms a step with a full cache,
+3.5 under h2o at 20 %. Steps of unrolled layers have not been measured there, so that it is not the default.
 """
 
 import os

@@ -57,6 +57,7 @@ def plan(
     rules: Rules | None = None,
     compiles: bool = True,
     decode: bool = True,
+    by_layer: bool | None = None,
     options: CacheOptions | None = None,
     **cache: Unpack[CacheKeywords],
 ) -> Plan:
@@ -83,6 +84,8 @@ def plan(
       compiles: False to count from shapes alone, in a second or two. What only a compiler knows is then None, and
         `total` the bytes of parameters and cache.
       decode: False to leave out the decode program, where only the prefill's is asked for.
+      by_layer: whether prompts in one shot call a program of a layer for each of them, elsewhere than on CPUs; None =
+        as `kvjax.generate` does, see `kvjax.generation.layer_calls`.
       options: see `kvjax.CacheOptions`. The limits are those of the run, and calibrations are not read.
       cache: fields of the options.
 
@@ -137,7 +140,7 @@ def plan(
         whole_shapes = decode_shapes(config, unsharded.layout, dtype, batch, None, host_weights, codes)
     if target.platform != "cpu" and layout.block is None:
         # On CPUs layers run as loops, for which a plan would need the machine and the weights.
-        calls = layer_calls.calls_layers(config, shapes.params, layout)
+        calls = layer_calls.calls_layers(config, shapes.params, layout) if by_layer is None else by_layer
         layout = dataclasses.replace(layout, calls_layers=calls)
         lowered = lowered._replace(layout=layout)
     step = roofline(config, shapes, slots, device)
@@ -181,6 +184,7 @@ def plan(
         parameters=parameter_count(config),
         slots=tuple(group.capacity for group in layout.groups),
         explain=layout.explain(),
+        by_layer=layout.calls_layers,
         weights=weight_bytes,
         weights_even=-(-local_bytes(whole_shapes.params, DEVICE) * copies // count),
         cache=cache_bytes,

@@ -1,9 +1,10 @@
 """The memory and collectives of a batch: from the shapes of the whole model, and from programs of few layers.
 
 Weights and cache are counted from shapes. Scratch memory and collectives are known to a compiler alone, and grow by the
-same amount with every layer: programs of three and of four layers are compiled and extrapolated. The order in which
-the compiler runs the evictions of all layers, while prompts go in, is known from a program of all layers alone. That of
-TPUs says within seconds how much memory a program would take that is too large.
+same amount with every layer: programs of three and of four layers are compiled and extrapolated. Where prompts are run
+by one program, the order in which the compiler runs the evictions of all layers is known from a program of all layers
+alone. That of TPUs says within seconds how much memory a program would take that is too large. Where they call a
+program of a layer for each of them, that is as large whatever their number.
 """
 
 import dataclasses
@@ -115,7 +116,8 @@ class Run:
     def whole(self, rows: int) -> float | None:
         """Returns the bytes of the prefill program of all layers; None if the compiler does not say how many.
 
-        A program that fits is compiled to its end, which takes minutes; one that does not is refused within seconds.
+        One program of all layers that fits is compiled to its end, which takes minutes; one that does not is refused
+        within seconds.
         """
         made = self.plan(self.config, batch=rows, mesh_axes=self.axes, decode=False, prefill=True)
         if made.problem:
@@ -130,7 +132,8 @@ class Run:
         return DEPTHS if layers > max(DEPTHS) else (layers,)
 
     def _few(self, depth: int, rows: int, **options: Any) -> Plan:
-        return self.plan(shallow_config(self.config, depth), batch=rows, mesh_axes=self.axes, **options)
+        config, by_layer = shallow_config(self.config, depth), self.one.by_layer
+        return self.plan(config, batch=rows, mesh_axes=self.axes, by_layer=by_layer, **options)
 
     def _beyond(self, phase: str, few: Sequence[Plan]) -> float:
         """Returns the bytes of a program of the whole model beyond weights and cache."""

@@ -31,6 +31,7 @@ class Plan:
       parameters: the total number of elements of the parameters.
       slots: for each group of heads of each layer, the number of slots per head that is allocated for decoding.
       explain: what runs in each layer, and why no faster kernel does; see `CacheLayout.explain`.
+      by_layer: whether prompts call a program of a layer for each of them.
       weights: bytes of the parameters on the device, from shapes.
       weights_even: bytes of the parameters on a device if they were divided evenly over those that share a row.
       cache: bytes of the KVState on the device, from shapes.
@@ -70,6 +71,7 @@ class Plan:
     parameters: int
     slots: tuple[int, ...]
     explain: str
+    by_layer: bool
     weights: int
     weights_even: int
     cache: int

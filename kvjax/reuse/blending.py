@@ -25,6 +25,7 @@ from kvjax.summary import one_line
 
 Array = jax.Array
 DEVIATIONS = ("value", "key", "both")
+VOTING_TOKENS = 8  # the last tokens of a question, whose attention chooses tokens
 
 
 class Blended(NamedTuple):
@@ -80,12 +81,12 @@ def blend(
         None = `kvjax.policies.full`.
       ratio: the share of the chunks' tokens that go on after `check`; or one for each layer from `check` on, not
         rising, each of which chooses among those of the one before (the paper's gradual filtering).
-      check: the layer whose values are compared, from 1 to the last; None = no token is recomputed but for `first`.
+      check: the layer whose values are compared, from 1 to the last; None = no token is chosen by deviation.
       deviation: what is compared: ``value``, ``key``, or ``both``, by the squared distance over KV heads and features.
       by_question: the part of `ratio` that the question chooses, from 0 to 1: tokens that it attends to, in the caches
         as they are, are recomputed in all layers, and only the rest by deviation. 1 = all of them, as in ProphetKV
-        (arXiv:2602.02579). A token has a vote of every KV head that keeps it under `kvjax.policies.snapkv` with the
-        question as its window, in as many slots as there are tokens to recompute; most votes go first.
+        (arXiv:2602.02579). Every KV head votes for the tokens that it keeps under `kvjax.policies.snapkv`, whose window
+        is the last `VOTING_TOKENS` tokens of the question; those of the most votes are chosen.
       first: the number of first tokens of each chunk that are recomputed in all layers, in addition to those chosen
         by deviation (as in EPIC, arXiv:2410.15332).
       room: the number of tokens that arrays are made for; None for 256 more than there are.
@@ -101,12 +102,15 @@ def blend(
     prefix = check_chunks(model, chunks)
     layers = model.config.num_layers
     ids = checked_tokens(model.config, "question", question)
+    shares = _checked_shares(ratio, check, layers)
     by_question = number_argument("by_question", by_question, minimum=0, maximum=1, error=InputError)
-    if by_question and not isinstance(ratio, numbers.Real):
+    if by_question and isinstance(ratio, Sequence):
         raise InputError("by_question needs one ratio for all layers.")
-    shares = _checked_shares(ratio, None if by_question == 1 else check, layers)
-    if by_question == 1:
-        check = None
+    if 0 < by_question < 1 and check is None:
+        raise InputError(
+            f"by_question={by_question:g} leaves tokens to be chosen by deviation, which check=None does not compare; "
+            "give by_question=1, or a check."
+        )
     choice_argument("deviation", deviation, DEVIATIONS, error=InputError)
     if first != 0:
         check_count("first", first)
@@ -117,12 +121,17 @@ def blend(
         always[start : start + min(first, len(each))] = True
     number = len(text) - begun
     counts = [_count(share, number) for share in shares]
-    if by_question and isinstance(ratio, numbers.Real):
+    room = checked_room(model.config, room, len(text) + len(ids))
+    if by_question and not isinstance(ratio, Sequence):
         count = _count(float(ratio), number)
         asked = _count(by_question, count)
-        votes = _votes(model, text, ids, count, options)[begun:]
-        always[begun + largest(votes, np.arange(number), asked, always[begun:])] = True
+        if asked:
+            votes = _votes(model, text, ids, count, room, options)[begun:]
+            always[begun + largest(votes, np.arange(number), asked, always[begun:])] = True
         counts = [count - asked] * len(counts)
+    if by_question == 1:
+        # Nothing is left to be chosen by deviation, so that other tokens need not enter a layer.
+        check = None
     # [n] the tokens that enter layer 0
     position = np.flatnonzero(always) if check is None else np.arange(begun, len(text))
 
@@ -204,20 +213,23 @@ def _count(share: float, number: int) -> int:
     return int(np.floor(share * number + 1e-9))
 
 
-def _votes(model: Model, text: Text, question: np.ndarray, count: int, options: CacheOptions) -> np.ndarray:
+def _votes(model: Model, text: Text, question: np.ndarray, count: int, room: int, options: CacheOptions) -> np.ndarray:
     """Returns the number of KV heads that keep each token of a text for a question, [T] int64.
 
     Args:
       model: of the caches.
       text: prefix and chunks, none of which is recomputed.
       question: [n] int32.
-      count: the tokens that a head keeps besides the question.
-      options: whose implementation is used.
+      count: the tokens that a head keeps besides those of the question; at least 1.
+      room: see `blend`; the same, so that texts of other lengths share programs.
+      options: whose implementation and limits are used.
     """
-    length = len(text) + len(question)
-    own = CacheOptions(implementation=options.implementation)
-    model, spec = own.resolve(model, policies.snapkv(count + len(question), window=len(question)))
-    context = feed_question(model, spec, text.tokens, text.key, text.value, question, room=length, options=own)
+    window, length = min(len(question), VOTING_TOKENS), len(text) + len(question)
+    # A fraction of the text is data of a program, where a number of slots would be compiled.
+    budget = policies.Fraction((count + window + 0.5) / length)
+    own = CacheOptions(implementation=options.implementation, limits=options.limits)
+    model, spec = own.resolve(model, policies.snapkv(budget, window=window))
+    context = feed_question(model, spec, text.tokens, text.key, text.value, question, room=room, options=own)
     votes = np.zeros(length, np.int64)
     for layer in range(model.config.num_layers):
         for held in context.kept(layer)[0]:

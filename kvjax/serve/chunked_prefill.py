@@ -118,7 +118,7 @@ class InBlocks:
         budget = model.place(self._decode_budget)
         if layout.calls_layers:
             state, last = self._progress
-            return Started(*layer_calls.end(model.params, state, last, budget, config=model.config, layout=layout))
+            return Started(*layer_calls.finish(model.params, state, last, budget, config=model.config, layout=layout))
         tokens = model.place(self._blocks.reshape(1, -1))
         return Started(*_ended(model.params, self._progress, tokens, budget, config=model.config, layout=layout))
 

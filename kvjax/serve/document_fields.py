@@ -57,12 +57,15 @@ def given_documents(body: JsonObject) -> GivenDocuments | None:
             raise ApiError(400, f"{name} must be a number from 0 to 1; got {share!r}.", param=name)
     if documents is None or documents == []:
         for name in shares:
-            raise ApiError(400, f"{name} is of documents, and there are none.", param=name)
+            raise ApiError(400, f"{name} needs documents, and there are none.", param=name)
         return None
     if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:
         raise ApiError(400, f"documents must be a list of at most {MAX_DOCUMENTS}.", param="documents")
     texts = [_document(each, number) for number, each in enumerate(documents)]
-    return GivenDocuments(texts, *(float(share) for share in (SHARES | shares).values()))
+    shares = SHARES | shares
+    return GivenDocuments(
+        texts, ratio=float(shares["recompute_ratio"]), by_question=float(shares["recompute_by_question"])
+    )
 
 
 def _document(given: Any, number: int) -> str | list[int]:

@@ -577,3 +577,5 @@ def test_a_mesh_by_its_axes():
         load("kvjax-tiny", mesh="data:64")
     with pytest.raises(ConfigError, match="rows"):
         load("kvjax-tiny", mesh="rows:1")
+    with pytest.raises(ConfigError, match=r"such as .data:2,model:4.; got 3"):
+        load("kvjax-tiny", mesh=3)

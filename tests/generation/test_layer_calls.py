@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies
+from kvjax import contexts, policies
 from kvjax.cache.spec import CacheSpec
 from kvjax.generation import layer_calls, prompt_reuse
 from kvjax.generation.prefill import prefill
@@ -17,7 +17,7 @@ from kvjax.models import layer_loop
 from kvjax.planning import plan
 from kvjax.planning import programs as planning_programs
 from tests import examples
-from tests.tiny import random_tokens, tiny
+from tests.tiny import random_tokens, random_weights, tiny
 
 LAYERS = 6
 TOKENS, LENGTHS = random_tokens(2, 30), [30, 19]
@@ -63,6 +63,28 @@ def test_results_are_those_of_one_program(name):
     assert "share a program" not in expected.layout.explain()
 
 
+@pytest.mark.parametrize("kind", ["windows", "experts", "bfloat16"])
+def test_other_models(kind):
+    base = tiny(layers=LAYERS).model.config
+    config = {
+        "windows": dataclasses.replace(base, windows=(8, None) * 3),
+        "experts": dataclasses.replace(base, num_experts=4, experts_per_token=2),
+        "bfloat16": base,
+    }[kind]
+    params = random_weights(config, seed=3)
+    if kind == "bfloat16":
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    model = kvjax.Model(config, params)
+
+    def run():
+        return kvjax.generate(model, TOKENS, policies.h2o(12), max_new_tokens=6, lengths=LENGTHS)
+
+    called, expected = run(), by_one_program(run)
+    assert called.layout.calls_layers and not expected.layout.calls_layers
+    np.testing.assert_array_equal(called.tokens, expected.tokens)
+    np.testing.assert_allclose(called.logprobs, expected.logprobs, atol=2e-5)
+
+
 def test_scores_are_those_of_one_program():
     model = tiny(layers=LAYERS).model
 
@@ -76,7 +98,7 @@ def test_scores_are_those_of_one_program():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["h2o", "full, int4", "infinigen"])
 def test_blocks_are_those_of_one_program(name, monkeypatch):
-    monkeypatch.setattr(layer_calls, "SMALLEST", 8)
+    monkeypatch.setattr(layer_calls, "MIN_BLOCK", 8)
     model = tiny(layers=LAYERS).model
 
     def run():
@@ -129,6 +151,12 @@ def test_other_prompts_are_run_by_one_program(spec, options):
     model = tiny(layers=options.pop("layers", LAYERS)).model
     made = prefill(model, TOKENS, spec, max_new_tokens=4, **options)
     assert not made.layout.calls_layers
+
+
+def test_a_shared_prefix_is_read_by_one_program():
+    model = tiny(layers=LAYERS).model
+    behind = contexts.as_prefix(model, contexts.prefill(model, TOKENS[:1, :8], policies.full()))
+    assert not prefill(behind, TOKENS, policies.full(), max_new_tokens=4).layout.calls_layers
 
 
 def test_gradients_go_through_one_program():

@@ -42,8 +42,8 @@ def test_another_batch_compiles_what_may_bind():
     """Layers of 1,000 bytes; a step takes 600 a row and layer, prompts 20 a row; 2 collectives a layer and another."""
     asked = []
 
-    def few(config, *, batch, mesh_axes, decode, prefill):
-        assert mesh_axes == "model:2"
+    def few(config, *, batch, mesh_axes, by_layer, decode, prefill):
+        assert mesh_axes == "model:2" and by_layer is True
         asked.append((config.num_layers, batch, decode, prefill))
         layers = config.num_layers
         return SimpleNamespace(
@@ -52,7 +52,7 @@ def test_another_batch_compiles_what_may_bind():
             collectives=Collectives(2 * layers + 1, batch * layers) if decode else None,
         )  # fmt: skip
 
-    one = SimpleNamespace(weights=6000, cache=6, rows=1, device=SimpleNamespace(memory=1e9))
+    one = SimpleNamespace(weights=6000, cache=6, rows=1, by_layer=True, device=SimpleNamespace(memory=1e9))
     run = Run(DEEP, few, "model:2", one)
     found = run.need(4)
     assert asked == [(3, 4, True, True), (4, 4, True, True)]
@@ -82,7 +82,7 @@ def test_programs_of_all_layers_correct_few(first, verify):
     """100 bytes of weights, 4 a row and 20 for the prompts: of 1,000 bytes, 220 rows. Few layers need 3 a row."""
     asked = []
 
-    def programs(config, *, batch, mesh_axes, decode, prefill):
+    def programs(config, *, batch, mesh_axes, decode, prefill, by_layer=None):
         layers = config.num_layers
         if layers < DEEP.num_layers:
             return SimpleNamespace(
@@ -95,7 +95,7 @@ def test_programs_of_all_layers_correct_few(first, verify):
         problem = f"the memory required for HLO temporaries ({used / 1024:.4f}K) exceeds available HBM (0.98K)."
         return SimpleNamespace(problem=problem if used > 1_000 else "", prefill_total=used)
 
-    run = Run(DEEP, programs, "", SimpleNamespace(weights=100, cache=2, rows=1))
+    run = Run(DEEP, programs, "", SimpleNamespace(weights=100, cache=2, rows=1, by_layer=False))
     found, rows, sure = capacities._refined(run, first, 1_000, verify)
     assert rows <= 220 <= rows * (1 + capacities.PRECISION)
     assert found.peak == pytest.approx(120 + 4 * rows, rel=0.001) and found.rows == rows

@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from kvjax import contexts, policies, reuse, selection, storage
 from kvjax.errors import InputError
+from kvjax.reuse import last_block
 from tests.examples import policy
 from tests.tiny import random_tokens, tiny
 
@@ -119,6 +120,24 @@ def test_tokens_that_the_question_chooses(model, caches, part):
     )
 
 
+def test_a_share_of_no_token_asks_no_question(model, caches):
+    for ratio in (0.0, 0.01):
+        made = reuse.blend(model, caches, QUESTION, ratio=ratio, by_question=0.5)
+        plain = reuse.blend(model, caches, QUESTION, ratio=ratio)
+        np.testing.assert_array_equal(made.active, plain.active)
+        np.testing.assert_array_equal(made.context.logits, plain.context.logits)
+
+
+def test_texts_of_other_lengths_share_the_programs_of_votes(model):
+    text, sizes = random_tokens(1, 64, seed=7)[0], []
+    # Slots are rounded up, here to the same number.
+    for length in (33, 38, 41, 42):
+        own = [reuse.compute(model, text[start : start + length // 2]) for start in (0, length // 2)]
+        reuse.blend(model, own, QUESTION, ratio=0.3, by_question=0.5)
+        sizes.append(last_block._last_block._cache_size())
+    assert sizes[1:] == sizes[:1] * 3
+
+
 def test_a_chunk_in_its_old_context_needs_no_repair(model):
     prefix = reuse.compute(model, PREFIX)
     store = reuse.ChunkStore(model, prefix=prefix, max_bytes=1 << 24)
@@ -197,6 +216,8 @@ REFUSED = [
     ({"first": -1}, "first"),
     ({"by_question": 1.5}, "by_question must be a number from 0 to 1"),
     ({"by_question": 0.5, "ratio": (0.3, 0.2, 0.1)}, "one ratio for all layers"),
+    ({"by_question": 0.5, "check": None}, "give by_question=1, or a check"),
+    ({"by_question": 1, "check": 99}, "check must be a layer from 1 to 3"),
     ({"room": 10}, "smaller than the text"),
     ({"question": []}, "question|at least one token"),
     ({"chunks": []}, "at least one ChunkCache"),

@@ -65,7 +65,7 @@ def test_results_are_those_of_unrolled_layers(name, tmp_path, monkeypatch):
 def test_results_are_those_of_layers_that_are_called(name, tmp_path, monkeypatch):
     blocks = []
     run_block = layer_calls.run_block
-    monkeypatch.setattr(layer_calls, "SMALLEST", 16)
+    monkeypatch.setattr(layer_calls, "MIN_BLOCK", 16)
     monkeypatch.setattr(
         layer_calls, "run_block", lambda *args, **rest: blocks.append(args[1].shape[1]) or run_block(*args, **rest)
     )
