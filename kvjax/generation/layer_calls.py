@@ -5,8 +5,8 @@ Layers that are alike share one program here, which is compiled once and called 
 the next layer while a device computes the one before. Decoding does not work this way, since its steps are a loop
 within one program.
 
-SmolLM2-135M under h2o, two cores of an EPYC, loops forbidden: a first prompt takes 0.9 CPU seconds instead of 16, and
-later ones the same time as by one program (64 tokens 121 ms for 120, 512 tokens 894 for 909).
+SmolLM2-135M under h2o, one core of an EPYC, loops forbidden: a first prompt takes 0.8 CPU seconds instead of 10.5, and
+later ones the same time as by one program (64 tokens 112 ms for 115, 512 tokens 827 for 860).
 
 One program runs prompts in blocks of less than `MIN_BLOCK` tokens, those with a replay, behind a shared prefix or with
 weights in host memory, layers that hold slots together (`minicache`) or share a budget, and models with less than
