@@ -6,7 +6,7 @@ tokens, of which 30 % are kept. Two of SCBench's modes are measured: the first q
 
 Paper: SCBench (arXiv:2412.10319), as leaderboard_turns_tiny.
 Expected: docs/evidence.md.
-Hardware: any CPU; half an hour on two cores.
+Hardware: any CPU; 80 minutes on two cores beside other work.
 Command: python -m experiments.leaderboard --config=leaderboard_turns_smollm2
 """
 

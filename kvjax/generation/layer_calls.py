@@ -9,7 +9,7 @@ SmolLM2-135M under h2o, one core of an EPYC, loops forbidden: a first prompt tak
 later ones the same time as by one program (64 tokens 112 ms for 115, 512 tokens 827 for 860).
 
 One program runs prompts in blocks of less than `MIN_BLOCK` tokens, those with a replay, behind a shared prefix or with
-weights in host memory, layers that hold slots together (`minicache`) or share a budget, and models with less than
+weights in host memory, layers that share slots (`minicache`) or a budget, and models with less than
 `MIN_LAYERS_PER_KIND` layers of a kind. ``KVJAX_LAYER_LOOPS=off`` runs all prompts by one program, and
 ``KVJAX_LAYER_LOOPS=calls`` calls layers that could run as loops, too.
 """
@@ -241,7 +241,7 @@ def call_layer(
       layer: its cache, which is donated; None if the block is the whole prompt.
       block: the tokens, with the budgets and the number of the layer.
       config: the decoder.
-      kind: what the layer has of its own.
+      kind: the settings in which the layer may differ from others.
       groups: its groups of heads.
 
     Returns:

@@ -85,7 +85,7 @@ def _convert(
       length: [B] int32, see `KVState`.
       total: [B] int32, likewise.
       config: the decoder.
-      kind: what the layer has of its own.
+      kind: the settings in which the layer may differ from others.
       before: the groups of heads of the prompt phase.
       after: those of the decoding phase.
     """

@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
     Attributes:
       config: the decoder.
-      kind: what the layer has of its own.
+      kind: the settings in which the layer may differ from others.
       dtype: of the parameters.
     """
 
@@ -180,7 +180,7 @@ class Layer(nn.Module):
 
     Attributes:
       config: the decoder.
-      kind: what the layer has of its own.
+      kind: the settings in which the layer may differ from others.
       dtype: of the parameters.
     """
 

@@ -84,9 +84,10 @@ def blend(
       check: the layer whose values are compared, from 1 to the last; None = no token is chosen by deviation.
       deviation: what is compared: ``value``, ``key``, or ``both``, by the squared distance over KV heads and features.
       by_question: the part of `ratio` that the question chooses, from 0 to 1: tokens that it attends to, in the caches
-        as they are, are recomputed in all layers, and only the rest by deviation. 1 = all of them, as in ProphetKV
-        (arXiv:2602.02579). Every KV head votes for the tokens that it keeps under `kvjax.policies.snapkv`, whose window
-        is the last `VOTING_TOKENS` tokens of the question; those of the most votes are chosen.
+        as they are, are recomputed in all layers, and only the rest by deviation. 1 = all of them, the idea of
+        ProphetKV (arXiv:2602.02579). The choice is kvjax's own: every KV head votes for the tokens that it keeps under
+        `kvjax.policies.snapkv`, whose window is the last `VOTING_TOKENS` tokens of the question, and tokens with the
+        most votes are chosen.
       first: the number of first tokens of each chunk that are recomputed in all layers, in addition to those chosen
         by deviation (as in EPIC, arXiv:2410.15332).
       room: the number of tokens that arrays are made for; None for 256 more than there are.

@@ -142,7 +142,7 @@ def test_prompts_are_reused(name):
     [
         (SPECS["h2o"], {"prefill_block": 8}),
         (CacheSpec(policies.kvzip(8, chunk=12)), {}),
-        # Of three layers of a kind, a program of its own would save little.
+        # Two layers share a program, which saves little.
         (CacheSpec(policies.from_layer(policies.h2o(0.5), first=2)), {"layers": 4}),
     ],
     ids=["in small blocks", "replayed", "few layers"],

@@ -103,6 +103,8 @@ def everything(folder: Path, axes: str) -> tuple[dict[str, Any], dict[str, np.nd
     options: dict[str, Any] = {"limits": limits, "implementation": "xla"}
     with jax.default_matmul_precision("highest"):
         made = kvjax.generate(model, text[:, :PROMPT], spec, max_new_tokens=NEW, **options)
+        # On a mesh, prompts call a program of a layer for each of them.
+        assert made.layout is not None and (mesh is None or made.layout.calls_layers)
         scored = kvjax.log_likelihood(model, text, spec, prompt_length=PROMPT, **options)
 
     with model.on_mesh():

@@ -72,7 +72,7 @@ def test_the_question_chooses_tokens(model):
     expected = blended(model, [FIRST, SECOND], ratio=0.4, by_question=0.5)
     np.testing.assert_array_equal(result.tokens, expected.tokens[0])
     np.testing.assert_allclose(result.logprobs, expected.logprobs[0], atol=1e-4)
-    # Of short documents, none is recomputed.
+    # No token of a short document is recomputed.
     assert ask(runner(model), documents=Documents([FIRST[:3]], BEGIN, by_question=1.0)).tokens.shape == (5,)
     others = blended(model, [FIRST, SECOND], ratio=0.4)
     assert np.abs(result.logprobs - others.logprobs[0]).max() > 1e-3
