@@ -1,11 +1,13 @@
 """Scores of keys and values that need no query: leverage (Compactor, arXiv:2507.08143) and CUR (arXiv:2509.15038)."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.arguments import count_argument, number_argument
+from kvjax.parallel.sharding import on_each_device
 from kvjax.policies.base import Evict, compress_or_evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Stats, View
@@ -13,6 +15,7 @@ from kvjax.policies.h2o import Newest
 from kvjax.policies.slot_order import FirstSlots, by_slot_order, in_slot_order, slot_ranks
 
 Array = jax.Array
+AXES = ("batch", "kv_heads")  # logical axes, over which a mesh divides factorisations
 LEVELS = 1 << 16  # leverage is rounded to multiples of 1 / LEVELS
 
 
@@ -60,13 +63,18 @@ def leverage_scores(key: Array, counted: Array, ridge: float, directions: Array 
         centred = jnp.einsum("bksd,dn->bksn", centred, directions, precision=exact)
     # [B, K, D, D]
     gram = jnp.einsum("bksd,bkse->bkde", centred, centred, precision=exact)
-    identity = jnp.eye(gram.shape[-1], dtype=jnp.float32)
-    factor = jnp.linalg.cholesky(gram + ridge * identity)
     # [B, K, D, D]: the inverse is of D rows; a solve for all slots would run in LAPACK on CPUs
-    inverse = jax.scipy.linalg.solve_triangular(factor, jnp.broadcast_to(identity, factor.shape), lower=True)
+    inverse = on_each_device(functools.partial(_inverse_factor, ridge=ridge), (gram,), (AXES,), AXES)
     # [B, K, S, D]: ‖L⁻¹x‖² is the leverage
     solved = jnp.einsum("bksd,bked->bkse", centred, inverse, precision=exact)
     return jnp.sum(jnp.square(solved), axis=3)
+
+
+def _inverse_factor(gram: Array, ridge: float) -> Array:
+    """Returns the inverse of the Cholesky factor L of gram + ridge·I = LLᵀ, all [B, K, D, D]."""
+    identity = jnp.eye(gram.shape[-1], dtype=jnp.float32)
+    factor = jnp.linalg.cholesky(gram + ridge * identity)
+    return jax.scipy.linalg.solve_triangular(factor, jnp.broadcast_to(identity, factor.shape), lower=True)
 
 
 @dataclasses.dataclass(frozen=True)
