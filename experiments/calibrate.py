@@ -27,7 +27,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("rows", ROWS, "number of rows of the sample", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("tokens", TOKENS, "number of tokens of a row", lower_bound=2, flag_values=values)
     flags.DEFINE_integer("steps", 0, "number of training steps", lower_bound=0, flag_values=values)
-    flags.DEFINE_float("rate", RATE, "learning rate of Adam", lower_bound=0.0, flag_values=values)
+    flags.DEFINE_float("learning_rate", RATE, "learning rate of Adam", lower_bound=0.0, flag_values=values)
     flags.DEFINE_string("dtype", None, "dtype of the weights", flag_values=values)
     flags.DEFINE_string("output", None, "the file to write", flag_values=values)
 

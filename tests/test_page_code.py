@@ -270,8 +270,8 @@ def test_every_command_is_one(path, words, started, monkeypatch):
             run = []
             monkeypatch.setattr("sys.argv", ["kvjax"])
             monkeypatch.setattr(runpy, "run_module", lambda module, run_name: run.append(module))
-            if any(word == "--config=./mine.py" for word in argv):
-                argv = [word.replace("./mine.py", str(ROOT / "configs" / "h2o_tiny.py")) for word in argv]
+            if any(word == "--config=./my_config.py" for word in argv):
+                argv = [word.replace("./my_config.py", str(ROOT / "configs" / "h2o_tiny.py")) for word in argv]
             assert kvjax_command.main(argv) == 0
             check_module(run[0], sys.argv[1:], started)
     elif program == "make":

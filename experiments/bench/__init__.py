@@ -88,7 +88,7 @@ each, behind one of five system prompts; a runner with a prefix store and one wi
 tokens of prompts that were found, whether answers are equal, bytes of states, and the milliseconds of a hit relative to
 those of the blocks that it saves. CPU seconds are of the whole process, which other load disturbs less.
 shared: --batch prompts that begin with the same text of --context tokens and end with different questions, and --tokens
-new tokens after each: with a copy of the text's slots in each row, and with one for all (kvjax.contexts.as_prefix).
+new tokens after each: with a copy of the text's slots in each row, and with one for all (kvjax.contexts.with_prefix).
 
 speculate: --tokens new tokens after prompts of --context tokens (of --text), plain and in rounds of --gammas drafts,
 greedy or with --temperature: accepted drafts of each place, tokens per round, rows whose tokens differ from plain

@@ -48,7 +48,7 @@ def one_length(model: Model, size: int, batch: int, tokens: int, rounds: int) ->
     )
     full = policies.full()
     document = contexts.prefill(model, text, full, room=size + QUESTION + tokens)
-    reader = contexts.as_prefix(model, document)
+    reader = contexts.with_prefix(model, document)
     copies = contexts.rows(document, [0] * batch)
 
     def shared_question() -> Context:

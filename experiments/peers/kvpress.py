@@ -13,6 +13,8 @@ Its decoding press appends `compression_interval` tokens, then cuts the cache ba
   needs eager attention. Only slots and work are comparable, not what is kept.
 - tova: `TOVAPress` is TOVA, but for the newest token, which it always keeps.
 
+Presses of prompts (`PROMPT_PRESSES`) compress a context, and then append; `answers` asks questions after it.
+
 Two settings of each are tried: an interval of 1, as kvjax evicts, and a quarter of the slots, which compresses rarely.
 Neither ever attends to more slots than kvjax: the target is so much lower. Intervals longer than that (its default is
 512) hold more than the budget allows.
@@ -20,7 +22,7 @@ Neither ever attends to more slots than kvjax: the target is so much lower. Inte
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,20 @@ PRESSES = {
     "h2o": ("ObservedAttentionPress", "eager"),
     "knorm": ("KnormPress", "sdpa"),
     "tova": ("TOVAPress", "eager"),
+}
+#: kvjax's compressor -> kvpress's classes, from the outer one to the inner one, and their arguments.
+PROMPT_PRESSES: dict[str, tuple[tuple[str, dict[str, int]], ...]] = {
+    "knorm": (("KnormPress", {}),),
+    "keydiff": (("KeyDiffPress", {}),),
+    "snapkv(window=16)": (("SnapKVPress", {"window_size": 16}),),
+    "adakv(snapkv(window=16))": (("AdaKVPress", {}), ("SnapKVPress", {"window_size": 16})),
+    "chunkkv(snapkv(window=16))": (("ChunkKVPress", {"chunk_length": 10}), ("SnapKVPress", {"window_size": 16})),
+    "pyramidkv": (("PyramidKVPress", {"window_size": 32}),),
+    "expected_attention": (("ExpectedAttentionPress", {}),),
+    "lagkv": (("LagKVPress", {}),),
+    "cur": (("CURPress", {}),),
+    "leverage": (("LeverageScorePress", {}),),
+    "compactor": (("CompactorPress", {}),),
 }
 
 
@@ -118,6 +134,47 @@ class Kvpress(Transformers):
                 found.append(out.logits[:, -1].float().log_softmax(-1).gather(-1, target)[:, 0].cpu().numpy())
                 out = model(target, past_key_values=cache, use_cache=True, position_ids=self._position(place, target))
         return np.stack(found, axis=1)
+
+    def answers(
+        self,
+        cache: str,
+        contexts: Sequence[Sequence[int]],
+        questions: Sequence[Sequence[int]],
+        kept: Sequence[int],
+        new_tokens: int,
+    ) -> list[list[int]]:
+        """Answers a question about each context greedily, as kvpress's pipeline does.
+
+        Args:
+          cache: a key of `PROMPT_PRESSES`.
+          contexts: token ids that are compressed.
+          questions: token ids that follow them.
+          kept: slots per head that remain of each context.
+          new_tokens: the number of tokens of an answer.
+
+        Returns:
+          The tokens of each answer; none ends it.
+        """
+        model, found = self.with_attention("sdpa"), []
+        for context, question, slots in zip(contexts, questions, kept, strict=True):
+            press: Any = None
+            for name, arguments in reversed(PROMPT_PRESSES[cache]):
+                inner = {} if press is None else {"press": press}
+                press = getattr(self.kvpress, name)(**inner, **arguments)
+            # int(length * (1 - ratio)) are kept of a context.
+            press.compression_ratio = 1 - (slots + 0.5) / len(context)
+            held = self.cache("dynamic", 0)
+            with self.torch.inference_mode():
+                with press(model):
+                    model(self.ids(np.array([context])), past_key_values=held, logits_to_keep=1)
+                places = self.torch.arange(len(context), len(context) + len(question), device=self.device)[None]
+                token = greedy(model, self.ids(np.array([question])), held, position_ids=places)
+                tokens = [int(token)]
+                for place in range(len(context) + len(question), len(context) + len(question) + new_tokens - 1):
+                    token = greedy(model, token, held, position_ids=self._position(place, token))
+                    tokens.append(int(token))
+            found.append(tokens)
+        return found
 
     def _prefill(self, tokens: np.ndarray, attention: str) -> Iterator[float]:
         """Seconds that a prompt takes in one shot and is cut to a fifth, by `PRESSES` of this attention."""

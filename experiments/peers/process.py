@@ -80,6 +80,11 @@ class PeerProcess:
         """See `experiments.peers.kvpress`."""
         return np.asarray(self._ask("logprobs_under", *arguments))
 
+    def answers(self, *arguments: Any) -> list[list[int]]:
+        """See `experiments.peers.kvpress`."""
+        found: list[list[int]] = self._ask("answers", *arguments)
+        return found
+
     def decode(self, work: Work) -> dict[str, tuple[Iterator[float], int]]:
         """Sides, with the slots that a step attends to."""
         slots: Mapping[str, int] = self._ask("decode", work)

@@ -177,7 +177,7 @@ def runner_behind(text: SharedText, texts: Sequence[SharedText], runner: Runner,
     longest = max(len(each.request.tokens) for own in texts for each in own.asked if each.request is not None)
     document = contexts.prefill(model, text.tokens, made.spec, implementation=made.implementation)
     return Runner(
-        contexts.as_prefix(model, document), made.spec, rows=rows, limits=Limits(longest, made.limits.new_tokens),
+        contexts.with_prefix(model, document), made.spec, rows=rows, limits=Limits(longest, made.limits.new_tokens),
         key=jax.random.key(seed), implementation=made.implementation,
     )  # fmt: skip
 

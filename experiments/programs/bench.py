@@ -14,6 +14,7 @@ import kvjax.products
 from experiments import peers, results
 from experiments.bench import (
     accelerator,
+    answers,
     contestants,
     decode,
     device,
@@ -65,6 +66,7 @@ TASKS = {
     "prefixes": prefixes.run,
     "shared": shared.run,
     "speculate": speculate.run,
+    "answers": answers.run,
 }
 #: Tasks that measure peers, and what checks their flags before it is asked whether the peers are installed.
 AGAINST = {
@@ -73,9 +75,10 @@ AGAINST = {
     "memory": memory.check,
     "first_use": first_use.check,
     "gguf": gguf.check,
+    "answers": answers.check,
 }
 #: Peers of tasks that do not measure the default of --against.
-DEFAULT_PEERS = {"gguf": gguf.PEER}
+DEFAULT_PEERS = {"gguf": gguf.PEER, "answers": answers.PEER}
 
 
 def start(task: str, values: flags.FlagValues, argv: Sequence[str]) -> int:

@@ -35,7 +35,7 @@ def start(values: flags.FlagValues) -> int:
     made = kvjax.calibrate(model, tokens, storage)
     losses: list[float] = []
     if values.steps:
-        made, losses = train(model, storage, made, tokens, steps=values.steps, rate=values.rate)
+        made, losses = train(model, storage, made, tokens, steps=values.steps, learning_rate=values.learning_rate)
     made.save(output)
     trained = f"; {len(losses)} steps took the loss from {losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
     print(f"{output}: {made.method}, {made.nbytes} bytes from {tokens.size} tokens{trained}.")
@@ -43,7 +43,13 @@ def start(values: flags.FlagValues) -> int:
 
 
 def train(
-    model: Model, storage: Storage, calibration: Calibration, tokens: np.ndarray, *, steps: int, rate: float
+    model: Model,
+    storage: Storage,
+    calibration: Calibration,
+    tokens: np.ndarray,
+    *,
+    steps: int,
+    learning_rate: float,
 ) -> tuple[Calibration, list[float]]:
     """Trains a calibration on the log-probabilities of a text under its storage.
 
@@ -53,12 +59,12 @@ def train(
       calibration: where training starts.
       tokens: [rows, T] int32.
       steps: of Adam, each on all rows; at least 1.
-      rate: its learning rate.
+      learning_rate: of Adam.
 
     Returns:
       The calibration, and the mean negative log-probability of a token before each step.
     """
-    optimizer = optax.adam(rate)
+    optimizer = optax.adam(learning_rate)
     width = tokens.shape[1]
 
     def loss(calibration: Calibration) -> jax.Array:

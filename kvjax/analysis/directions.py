@@ -77,7 +77,7 @@ def train_directions(
     lengths: ArrayLike | None = None,
     levels: Sequence[float] = LEVELS,
     steps: int = 200,
-    rate: float = 1e-3,
+    learning_rate: float = 1e-3,
     rows: int = 1,
     seed: int = 0,
 ) -> TrainedDirections:
@@ -95,7 +95,7 @@ def train_directions(
       lengths: [B] real tokens of each row; None = all T.
       levels: the parts of the D directions that ranks are drawn from, in (0, 1].
       steps: the number of steps.
-      rate: the largest rate of Adam; see `head_gates` for its schedule.
+      learning_rate: the largest learning rate of Adam; see `head_gates` for its schedule.
       rows: the rows of the batch of each step; steps go through all rows in turn.
       seed: the random seed of the ranks.
 
@@ -115,7 +115,7 @@ def train_directions(
 
     @jax.jit
     def step(
-        params: Params, sides: Any, turn: Any, memory: optax.OptState, rate: Array, ranks: Array, *data: Array
+        params: Params, sides: Any, turn: Any, memory: optax.OptState, learning_rate: Array, ranks: Array, *data: Array
     ) -> tuple[Any, optax.OptState, Array]:
         def loss(turn: Any) -> Array:
             expected = jax.lax.stop_gradient(hidden_states(params, None, *data, config=model.config))
@@ -125,12 +125,12 @@ def train_directions(
         # optax multiplies integers by floats, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             change, memory = optimizer.update(slope, memory)
-        return jax.tree.map(lambda x, y: x - rate * y, turn, change), memory, value
+        return jax.tree.map(lambda x, y: x - learning_rate * y, turn, change), memory, value
 
     with model.on_mesh():
         turn = [{name: jnp.zeros_like(layer[name]["basis"]) for name in SIDES} for layer in work.sides]
         memory, losses = optimizer.init(turn), []
-        for number, now in enumerate(rate * rates(steps)):
+        for number, now in enumerate(learning_rate * rates(steps)):
             own = (number * rows + np.arange(rows)) % len(work.tokens)
             data = model.place((work.tokens[own], work.lengths[own].astype(np.int32)))
             ranks = jnp.asarray(rng.choice(choices, work.shape), jnp.int32)

@@ -144,7 +144,7 @@ def head_gates(
     recent: int = 256,
     penalty: float = 0.05,
     steps: int = 400,
-    rate: float = 0.02,
+    learning_rate: float = 0.02,
     rows: int = 1,
 ) -> HeadGates:
     """Trains a gate for each KV head, which blends attention over all tokens with that over a window (DuoAttention).
@@ -166,7 +166,7 @@ def head_gates(
       recent: the number of positions before the query's own that a streaming head sees too.
       penalty: the weight of the mean gate.
       steps: the number of steps.
-      rate: the largest rate of Adam.
+      learning_rate: the largest learning rate of Adam.
       rows: the rows of the batch of each step; steps go through all rows in turn.
 
     Returns:
@@ -190,26 +190,26 @@ def head_gates(
         count_argument(name, value, minimum=minimum, error=InputError)
         for name, value, minimum in (("sinks", sinks, 0), ("recent", recent, 0), ("steps", steps, 1), ("rows", rows, 1))
     )
-    penalty, rate = (
+    penalty, learning_rate = (
         number_argument(name, each, minimum=0.0, maximum=float("inf"), error=InputError)
-        for name, each in (("penalty", penalty), ("rate", rate))
+        for name, each in (("penalty", penalty), ("learning_rate", learning_rate))
     )
     optimizer = optax.scale_by_adam()
 
     @jax.jit
     def step(
-        params: Params, gates: Array, memory: optax.OptState, rate: Array, *data: Array
+        params: Params, gates: Array, memory: optax.OptState, learning_rate: Array, *data: Array
     ) -> tuple[Array, optax.OptState, Array]:
         loss = functools.partial(gate_loss, config=config, sinks=sinks, recent=recent, penalty=penalty)
         value, slope = jax.value_and_grad(loss, argnums=1)(params, gates, *data)
         # optax multiplies integers by floats, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             change, memory = optimizer.update(slope, memory)
-        return jnp.clip(gates - rate * change, 0.0, 1.0), memory, value
+        return jnp.clip(gates - learning_rate * change, 0.0, 1.0), memory, value
 
     with model.on_mesh():
         gates = jnp.ones((config.num_layers, config.num_kv_heads), jnp.float32)
-        memory, losses, each = optimizer.init(gates), [], rate * rates(steps)
+        memory, losses, each = optimizer.init(gates), [], learning_rate * rates(steps)
         for number in range(steps):
             own = (number * rows + np.arange(rows)) % len(batch.tokens)
             data = model.place((batch.tokens[own], compared[own], batch.lengths[own].astype(np.int32)))

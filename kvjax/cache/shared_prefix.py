@@ -51,7 +51,7 @@ def refuse(params: Mapping[str, PyTree], name: str) -> None:
     """
     if PARAM in params:
         raise InputError(
-            f"{name} cannot take a model from kvjax.contexts.as_prefix, and would ignore the text that its prompts "
+            f"{name} cannot take a model from kvjax.contexts.with_prefix, and would ignore the text that its prompts "
             "follow; give the model without it."
         )
 

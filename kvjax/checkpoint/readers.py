@@ -403,7 +403,7 @@ def pytorch(path: Path) -> dict[str, Stored]:
         import torch
     except ImportError:
         raise CheckpointError(
-            f"{path} is a PyTorch file, which needs torch: pip install 'kvjax[bench]' or torch, or use a checkpoint in "
+            f"{path} is a PyTorch file, which needs torch: pip install 'kvjax[torch]', or use a checkpoint in "
             "safetensors or Flax's format."
         ) from None
 

@@ -3,7 +3,7 @@
 A `kvjax.Context` is the cache after some tokens, the logits after the last of them, the tokens, and how they were made.
 `prefill` begins one, `extend` adds a turn, `decode` generates and returns the context afterwards; `rows` copies rows (a
 fork), `join` puts the rows of two contexts into one, `rewind` forgets the last tokens,
-`as_prefix` lets all rows follow one that is held once, and `save` and `load` keep one in a folder.
+`with_prefix` lets all rows follow one that is held once, and `save` and `load` keep one in a folder.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvjax.contexts.folders import load, save
     from kvjax.contexts.prompts import prefill
     from kvjax.contexts.rewinding import rewind
-    from kvjax.contexts.shared import as_prefix
+    from kvjax.contexts.shared import with_prefix
     from kvjax.contexts.turns import extend
 else:
     __getattr__, __dir__ = lazy.attach(
@@ -27,9 +27,9 @@ else:
             "kvjax.contexts.folders": ("load", "save"),
             "kvjax.contexts.prompts": ("prefill",),
             "kvjax.contexts.rewinding": ("rewind",),
-            "kvjax.contexts.shared": ("as_prefix",),
+            "kvjax.contexts.shared": ("with_prefix",),
             "kvjax.contexts.turns": ("extend",),
         },
     )
 
-__all__ = ["as_prefix", "decode", "extend", "join", "load", "prefill", "rewind", "rows", "save"]
+__all__ = ["decode", "extend", "join", "load", "prefill", "rewind", "rows", "save", "with_prefix"]

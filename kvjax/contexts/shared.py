@@ -24,18 +24,18 @@ Array = jax.Array
 
 
 @plain_signature
-def as_prefix(model: Model, context: Context) -> Model:
-    """Returns a model whose prompts all follow the text of a context, which is held once for all rows.
+def with_prefix(model: Model, context: Context) -> Model:
+    """Returns the model with a context as the prefix of every prompt; it is held once for all rows.
 
     Results are those of rows that have copies of the context (`kvjax.contexts.rows`), except for rounding. The slots
     of the text are in memory once instead of once per row, and a step reads them once.
-    `kvjax.generate`, `kvjax.log_likelihood`, `kvjax.score_choices`, `kvjax.Runner` and the functions of
+    `kvjax.generate`, `kvjax.log_likelihood`, `kvjax.score_choices`, `kvjax.serve.Runner` and the functions of
     `kvjax.contexts` take such a model, with `kvjax.policies.full`. Positions of slots count from the first token after
     the text. A gradient is with respect to all parameters but ``shared_prefix``, which has integers.
 
     Example:
       document = kvjax.contexts.prefill(model, tokens, policies.full())
-      reader = kvjax.contexts.as_prefix(model, document)
+      reader = kvjax.contexts.with_prefix(model, document)
       answers = kvjax.generate(reader, questions, policies.full(), max_new_tokens=32)
 
     Args:

@@ -56,8 +56,9 @@ def extend(
     ``turns="compress"``, it ranks all live slots again at the end of each turn, by the queries of this turn, and evicts
     down to its budget.
 
-    Some caches are defined token by token: H2O's ``ring``, budgets that count what follows a prompt, selections, and
-    storages that encode each token of a policy that evicts nothing. They take a turn one token at a time.
+    Some caches are defined token by token, and take a turn one token at a time: H2O's ``ring``; budgets that count what
+    follows a prompt; selections, except `rekv`, which chooses once for the turn; storages that encode each new token
+    while nothing is evicted; and storages that hold tokens together.
 
     Args:
       model: that of the context.

@@ -53,7 +53,7 @@ def cartridge(
     *,
     lengths: ArrayLike | None = None,
     steps: int = 100,
-    rate: float = 1e-2,
+    learning_rate: float = 1e-2,
     optimizer: Any = None,
 ) -> Cartridge:
     """Trains the slots of a compacted context on the text that follows it (Cartridges, arXiv:2506.06266).
@@ -70,8 +70,8 @@ def cartridge(
       tokens: [B, n] int, the continuation of each row, padded at the end; n at least 2.
       lengths: [B] int, the number of real tokens of each row, at least 2; None for n.
       steps: the number of steps, each on all rows.
-      rate: the rate of Adam.
-      optimizer: an `optax.GradientTransformation`; None for ``optax.adam(rate)``.
+      learning_rate: the learning rate of Adam.
+      optimizer: an `optax.GradientTransformation`; None for ``optax.adam(learning_rate)``.
 
     Returns:
       The trained cache and the losses. The loss leaves out the first token of the continuation, because the logits that
@@ -87,7 +87,7 @@ def cartridge(
     distributed.check_alone(model.params, "training of slots")
     shared_prefix.refuse(model.params, "training of slots")
     steps = count_argument("steps", steps, error=InputError)
-    rate = number_argument("rate", rate, minimum=0.0, maximum=float("inf"), error=InputError)
+    learning_rate = number_argument("learning_rate", learning_rate, minimum=0.0, maximum=float("inf"), error=InputError)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     rows, width = batch.tokens.shape
     if rows != prefilled.num_rows or prefilled.logits.shape[0] != rows:
@@ -110,7 +110,7 @@ def cartridge(
             "kvjax.policies.matched(slots)."
         )
     check_room(prefilled, width)
-    optimizer = optax.adam(rate) if optimizer is None else optimizer
+    optimizer = optax.adam(learning_rate) if optimizer is None else optimizer
     phase = without_step_kernels(phase)
     with model.on_mesh():
         # optax multiplies integers by floats, which strict promotion refuses.

@@ -1,8 +1,8 @@
 """Policies: the class of all, and eviction policies, which are an importance × a scope × a budget.
 
 A policy ranks slots; it never moves one. `kvjax.cache` evicts while more slots are live than the budget allows, so that
-no policy can exceed its limit, evict what it protects or see padding. Policies are frozen dataclasses: equal by value,
-hashable and picklable, and `repr` evaluates to an equal object.
+no policy can leave more than its budget, evict what it protects or see padding. Policies are frozen dataclasses: equal
+by value, hashable and picklable, and `repr` evaluates to an equal object.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Policy:
       name: shown in reports; ignored by comparisons.
       positions: ``original`` rotates keys once, to their position; ``cache`` at every step, to their rank.
       group_reduce: ``mean`` or ``max`` over the query heads that share a KV head.
-      budget: slots per KV head that remain after each step; None = all.
+      budget: slots per KV head that an eviction leaves; None = all.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Keys and values reused behind another text than that which they were computed behind.
+"""Keys and values reused after another text than the one that they were computed after.
 
-A request is a prefix, some chunks and a question. `compute` makes the cache of a chunk, once, behind the prefix alone;
+A request is a prefix, some chunks and a question. `compute` makes the cache of a chunk, once, after the prefix alone;
 `blend` puts caches of chunks one after the other and recomputes the tokens whose values differ most from those of a
 whole prefill (CacheBlend); `craft` chooses among caches of a chunk in several contexts, and recomputes tokens by how
 much they attended to chunks that are missing now (Cache-Craft). `distances` compares both with a whole prefill.

@@ -139,7 +139,7 @@ def train_coprocessor(
     rows: int = 4,
     points: int = 4,
     ahead: int = AHEAD,
-    rate: float = 3e-4,
+    learning_rate: float = 3e-4,
     seed: int = 0,
 ) -> TrainedCoprocessor:
     """Trains a coprocessor and its input vectors (arXiv:2412.17747, section 2.2); the decoder is not trained.
@@ -156,7 +156,7 @@ def train_coprocessor(
       rows: the number of texts of each step's batch; steps go through all texts in turn.
       points: the number of points of a text.
       ahead: the number of tokens after a point, below T.
-      rate: the learning rate of the first step.
+      learning_rate: the learning rate of the first step.
       seed: the random seed of the points.
 
     Raises:
@@ -175,8 +175,8 @@ def train_coprocessor(
         for each in (("steps", steps), ("rows", rows), ("points", points))
     )
     ahead = count_argument("ahead", ahead, minimum=1, maximum=width - 1, error=InputError)
-    rate = number_argument("rate", rate, minimum=0.0, maximum=float("inf"), error=InputError)
-    optimizer = optimizer_of(rate, steps)
+    learning_rate = number_argument("learning_rate", learning_rate, minimum=0.0, maximum=float("inf"), error=InputError)
+    optimizer = optimizer_of(learning_rate, steps)
     config = model.config
 
     @jax.jit

@@ -52,7 +52,7 @@ def train_merge(
     prefill_block: int | None = 32,
     steps: int = 200,
     rows: int = 4,
-    rate: float = 1e-3,
+    learning_rate: float = 1e-3,
     seed: int = 0,
 ) -> TrainedGate:
     """Trains the parameters of a policy's merge; the model is not trained.
@@ -69,7 +69,7 @@ def train_merge(
       prefill_block: the number of tokens of a block, after each of which slots are merged; None = one block.
       steps: the number of steps.
       rows: the number of texts of each step's batch; steps go through all texts in turn.
-      rate: the learning rate of the first step.
+      learning_rate: the learning rate of the first step.
       seed: the random seed of the initial parameters.
 
     Returns:
@@ -92,7 +92,7 @@ def train_merge(
         )
     (own,) = found
     steps, rows = (count_argument(*each, minimum=1) for each in (("steps", steps), ("rows", rows)))
-    rate = number_argument("rate", rate, minimum=0.0, maximum=float("inf"))
+    learning_rate = number_argument("learning_rate", learning_rate, minimum=0.0, maximum=float("inf"))
     texts = check_batch(model.config, tokens, None, new_tokens=0).tokens
     keys = jax.random.split(jax.random.key(seed), model.config.num_layers)
     layers: Any = [own.initial(key, model_sizes(model.config)) for key in keys]
@@ -102,7 +102,7 @@ def train_merge(
         ready, policy, rows=rows, prompt_length=length if prompt_length is None else prompt_length, length=length,
         prefill_block=prefill_block,
     )  # fmt: skip
-    optimizer = optimizer_of(rate, steps)
+    optimizer = optimizer_of(learning_rate, steps)
 
     @jax.jit
     def step(params: Params, layers: Any, memory: optax.OptState, ids: Array) -> tuple[Any, optax.OptState, Array]:

@@ -150,7 +150,7 @@ def train_predictor(
     prompt_length: int,
     steps: int = 200,
     rows: int = 4,
-    rate: float = 3e-4,
+    learning_rate: float = 3e-4,
 ) -> TrainedPredictor:
     """Trains an auxiliary model and its maps (KV prediction, arXiv:2410.08391); the base is not trained.
 
@@ -164,7 +164,7 @@ def train_predictor(
       prompt_length: the tokens of a text whose cache is predicted, and the one after them; from 2 to T - 1.
       steps: the number of steps.
       rows: the number of texts of each step's batch; steps go through all texts in turn.
-      rate: the learning rate of the first step.
+      learning_rate: the learning rate of the first step.
 
     Raises:
       InputError: tokens that do not fit the models, a predictor for another base, or a number that is not valid.
@@ -178,8 +178,8 @@ def train_predictor(
         count_argument(*each, minimum=1, error=InputError) for each in (("steps", steps), ("rows", rows))
     )  # fmt: skip
     prompt = count_argument("prompt_length", prompt_length, minimum=2, maximum=texts.shape[1] - 1, error=InputError)
-    rate = number_argument("rate", rate, minimum=0.0, maximum=float("inf"), error=InputError)
-    optimizer = optimizer_of(rate, steps)
+    learning_rate = number_argument("learning_rate", learning_rate, minimum=0.0, maximum=float("inf"), error=InputError)
+    optimizer = optimizer_of(learning_rate, steps)
     config, other, sources = model.config, predictor.auxiliary.config, predictor.sources
 
     @jax.jit

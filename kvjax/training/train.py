@@ -41,16 +41,16 @@ class TrainedGate(NamedTuple):
         return one_line(self)
 
 
-def optimizer_of(rate: float, steps: int) -> Any:
+def optimizer_of(learning_rate: float, steps: int) -> Any:
     """Returns AdamW (optax) with a cosine schedule, after clipping to a global norm of 1.
 
     Args:
-      rate: the learning rate of the first step.
+      learning_rate: the learning rate of the first step.
       steps: the number of steps.
     """
     import optax
 
-    schedule = optax.cosine_decay_schedule(rate, steps)
+    schedule = optax.cosine_decay_schedule(learning_rate, steps)
     return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(schedule, weight_decay=0.0))
 
 
@@ -63,7 +63,7 @@ def train_gate(
     objective: Objective | None = None,
     steps: int = 200,
     rows: int = 4,
-    rate: float = 3e-3,
+    learning_rate: float = 3e-3,
     temperature: float = 0.5,
     seed: int = 0,
 ) -> TrainedGate:
@@ -79,7 +79,7 @@ def train_gate(
       objective: the loss; None = `NextToken`.
       steps: the number of steps.
       rows: the number of texts of each step's batch; steps go through all texts in turn.
-      rate: the learning rate of the first step.
+      learning_rate: the learning rate of the first step.
       temperature: the temperature of soft gates; see `soft_gates`.
       seed: the random seed of the initial parameters, and of the noise of an objective.
 
@@ -100,11 +100,11 @@ def train_gate(
     if len(of_layers) != layers:
         raise PolicyError(f"retention has {len(of_layers)} layers, and the model {layers}; give one per layer.")
     steps, rows = (count_argument(*each, minimum=1) for each in (("steps", steps), ("rows", rows)))
-    rate = number_argument("rate", rate, minimum=0.0, maximum=float("inf"))
+    learning_rate = number_argument("learning_rate", learning_rate, minimum=0.0, maximum=float("inf"))
     temperature = number_argument("temperature", temperature, minimum=1e-6, maximum=float("inf"))
     texts = check_batch(model.config, tokens, None, new_tokens=0).tokens
     setup = Setup(model.config, gate, of_layers)
-    optimizer = optimizer_of(rate, steps)
+    optimizer = optimizer_of(learning_rate, steps)
 
     @jax.jit
     def step(

@@ -100,7 +100,7 @@ def test_ranks_are_what_a_cache_of_these_directions_computes():
 @pytest.mark.sampled(0)
 def test_training_keeps_directions_orthogonal_and_makes_few_of_them_better():
     model = tiny().model
-    made = analysis.train_directions(model, TOKENS, start(), lengths=LENGTHS, steps=30, rate=0.03, rows=3)
+    made = analysis.train_directions(model, TOKENS, start(), lengths=LENGTHS, steps=30, learning_rate=0.03, rows=3)
     assert made.losses.shape == (30,) and "trained for 30 steps" in made.calibration.method
     for before, after in zip(start().layers, made.calibration.layers, strict=True):
         for name in ("key", "value"):

@@ -117,7 +117,7 @@ def test_the_head_that_looks_far_back_is_found():
     model = kvjax.Model(config, initial_parameters(config, jax.random.key(0)))
     text = random_tokens(1, 60, seed=7)[0]
     made = analysis.passkeys(text, rows=4, keys=2, length=8, draw_from=np.arange(2, 200))
-    found = analysis.head_gates(model, *made, sinks=2, recent=6, steps=30, rate=0.1)
+    found = analysis.head_gates(model, *made, sinks=2, recent=6, steps=30, learning_rate=0.1)
     expected = np.zeros(found.gates.shape, bool)
     expected[1, 0] = True
     assert found.gates[1, 0] > 0.8 and found.gates[~expected].max() < 0.2

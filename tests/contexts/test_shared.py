@@ -64,7 +64,7 @@ MODELS = {
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_answers_are_those_of_copies(make, block):
     model = make()
-    reader = contexts.as_prefix(model, begun(model))
+    reader = contexts.with_prefix(model, begun(model))
     got = kvjax.generate(reader, QUESTIONS, FULL, lengths=LENGTHS, max_new_tokens=NEW, prefill_block=block)
     assert_same_answers(got, copies(model))
 
@@ -72,7 +72,7 @@ def test_answers_are_those_of_copies(make, block):
 def test_layers_that_are_unrolled(monkeypatch):
     monkeypatch.setenv("KVJAX_LAYER_LOOPS", "off")
     model = tiny().model
-    reader = contexts.as_prefix(model, begun(model))
+    reader = contexts.with_prefix(model, begun(model))
     got = kvjax.generate(reader, QUESTIONS, FULL, lengths=LENGTHS, max_new_tokens=NEW)
     assert_same_answers(got, copies(model))
 
@@ -84,7 +84,7 @@ SAMPLERS = {"drawn": kvjax.Sample(temperature=0.9), "penalty": kvjax.Greedy(repe
 def test_samples_are_those_of_copies(sampler):
     """Keys depend on the position in the whole text, and penalties on its tokens."""
     model = tiny().model
-    reader = contexts.as_prefix(model, begun(model))
+    reader = contexts.with_prefix(model, begun(model))
     key, options = jax.random.key(3), {"max_new_tokens": NEW, "sampler": sampler}
     turn = contexts.extend(model, contexts.rows(begun(model), [0] * 3), QUESTIONS)
     expected = contexts.decode(model, turn, key=key, **options)
@@ -98,7 +98,7 @@ def test_samples_are_those_of_copies(sampler):
 
 def test_scores_are_those_of_the_whole_text():
     model = tiny().model
-    reader = contexts.as_prefix(model, begun(model))
+    reader = contexts.with_prefix(model, begun(model))
     got = kvjax.log_likelihood(reader, QUESTIONS, FULL, prompt_length=5).logprobs
     whole = np.concatenate([np.repeat(TEXT, 3, axis=0), QUESTIONS], axis=1)
     expected = kvjax.log_likelihood(model, whole, FULL, prompt_length=TEXT.shape[1]).logprobs
@@ -112,16 +112,16 @@ def test_scores_are_those_of_the_whole_text():
 def test_bfloat16():
     model = tiny().model
     half = dataclasses.replace(model, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params))
-    reader = contexts.as_prefix(half, begun(half))
+    reader = contexts.with_prefix(half, begun(half))
     assert reader.params[PARAM].layers[0].key.dtype == jnp.bfloat16
     got = kvjax.log_likelihood(reader, QUESTIONS, FULL, prompt_length=5).logprobs
-    exact = kvjax.log_likelihood(contexts.as_prefix(model, begun(model)), QUESTIONS, FULL, prompt_length=5).logprobs
+    exact = kvjax.log_likelihood(contexts.with_prefix(model, begun(model)), QUESTIONS, FULL, prompt_length=5).logprobs
     np.testing.assert_allclose(got, exact, atol=0.15)
 
 
 def test_a_runner_and_further_turns():
     model = tiny().model
-    reader = contexts.as_prefix(model, begun(model))
+    reader = contexts.with_prefix(model, begun(model))
     expected = copies(model)
     runner = Runner(reader, FULL, rows=2, limits=kvjax.Limits(16, NEW))
     requests = [Request(tokens=row[:n], max_new_tokens=NEW) for row, n in zip(QUESTIONS, LENGTHS, strict=True)]
@@ -138,7 +138,7 @@ def test_a_runner_and_further_turns():
 def test_the_text_is_held_once_and_the_context_is_unchanged():
     model = tiny().model
     context = begun(model)
-    reader = contexts.as_prefix(model, context)
+    reader = contexts.with_prefix(model, context)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(reader.params[PARAM].layers))
     # 40 slots of keys, values and positions, of 2 layers and 2 heads of 8
     assert held == 2 * 2 * 40 * (2 * 8 + 1) * 4
@@ -152,7 +152,7 @@ def test_the_text_is_held_once_and_the_context_is_unchanged():
 
 def test_texts_of_similar_lengths_share_programs():
     model = tiny().model
-    made = [contexts.as_prefix(model, begun(model, text=random_tokens(1, n, seed=n))) for n in (33, 40)]
+    made = [contexts.with_prefix(model, begun(model, text=random_tokens(1, n, seed=n))) for n in (33, 40)]
     assert len({leaf.shape for each in made for leaf in jax.tree.leaves(each.params[PARAM])}) == len(
         {leaf.shape for leaf in jax.tree.leaves(made[0].params[PARAM])}
     )
@@ -161,29 +161,29 @@ def test_texts_of_similar_lengths_share_programs():
 def test_a_context_that_cannot_be_a_prefix():
     model = tiny().model
     with pytest.raises(InputError, match=r"it has 3 rows; take one by kvjax.contexts.rows"):
-        contexts.as_prefix(model, begun(model, text=QUESTIONS))
+        contexts.with_prefix(model, begun(model, text=QUESTIONS))
     with pytest.raises(InputError, match="its cache is h2o"):
-        contexts.as_prefix(model, begun(model, policies.h2o(8)))
+        contexts.with_prefix(model, begun(model, policies.h2o(8)))
     with pytest.raises(InputError, match=r"its cache is full . int8"):
-        contexts.as_prefix(model, begun(model, kvjax.CacheSpec(FULL, storage.int8())))
-    reader = contexts.as_prefix(model, begun(model))
+        contexts.with_prefix(model, begun(model, kvjax.CacheSpec(FULL, storage.int8())))
+    reader = contexts.with_prefix(model, begun(model))
     with pytest.raises(InputError, match="has such a prefix already; extend that text"):
-        contexts.as_prefix(reader, begun(reader))
+        contexts.with_prefix(reader, begun(reader))
     with pytest.raises(InputError, match="belongs to another model"):
-        contexts.as_prefix(reader, begun(model))
+        contexts.with_prefix(reader, begun(model))
     config = dataclasses.replace(shapes.by_name("opt-125m"), num_layers=1, vocab_size=64, windows=())
     learned = kvjax.Model(config, random_weights(config))
     with pytest.raises(InputError, match="the model has learned positions"):
-        contexts.as_prefix(learned, begun(learned))
+        contexts.with_prefix(learned, begun(learned))
     dynamic = dataclasses.replace(model.config, rope=Rope(dim=8, scaling="dynamic", factor=2.0))
     stretched = dataclasses.replace(model, config=dynamic)
     with pytest.raises(InputError, match="dynamic RoPE"):
-        contexts.as_prefix(stretched, begun(stretched))
+        contexts.with_prefix(stretched, begun(stretched))
 
 
 def test_what_rows_behind_a_prefix_cannot_do(tmp_path):
     model = tiny().model
-    reader = contexts.as_prefix(model, begun(model))
+    reader = contexts.with_prefix(model, begun(model))
     with pytest.raises(PolicyError, match=r"h2o.* cannot be the cache of rows that share a prefix"):
         kvjax.generate(reader, QUESTIONS, policies.h2o(8), max_new_tokens=2)
     with pytest.raises(PolicyError, match=r"int8.* cannot be the cache"):
@@ -193,7 +193,7 @@ def test_what_rows_behind_a_prefix_cannot_do(tmp_path):
 
     chunks = [reuse.compute(model, row) for row in random_tokens(2, 5, seed=5)]
     with pytest.raises(InputError, match="contexts that share positions"):
-        contexts.as_prefix(model, reuse.parallel(model, chunks, QUESTIONS[0]))
+        contexts.with_prefix(model, reuse.parallel(model, chunks, QUESTIONS[0]))
 
 
 #: Functions that would read texts without the prefix, or make another model.
@@ -221,15 +221,15 @@ REFUSING = {
 @pytest.mark.parametrize("name", REFUSING)
 def test_functions_that_refuse_the_model(name):
     model = tiny().model
-    reader = contexts.as_prefix(model, begun(model))
-    with pytest.raises(InputError, match=r"cannot take a model from kvjax.contexts.as_prefix"):
+    reader = contexts.with_prefix(model, begun(model))
+    with pytest.raises(InputError, match=r"cannot take a model from kvjax.contexts.with_prefix"):
         REFUSING[name](reader)
 
 
 def test_a_model_with_a_prefix_is_not_saved(tmp_path):
     model = tiny().model
-    with pytest.raises(InputError, match=r"kvjax.save cannot take a model from kvjax.contexts.as_prefix"):
-        kvjax.save(contexts.as_prefix(model, begun(model)), tmp_path / "model")
+    with pytest.raises(InputError, match=r"kvjax.save cannot take a model from kvjax.contexts.with_prefix"):
+        kvjax.save(contexts.with_prefix(model, begun(model)), tmp_path / "model")
 
 
 def test_a_kernel_for_whole_steps_is_refused():

@@ -386,7 +386,7 @@ def test_training_a_calibration(small, tmp_path, monkeypatch, held, capsys):
     model = session.Session().model(small)
     monkeypatch.setattr(kvjax, "load", lambda path, dtype=None: model)
     output = tmp_path / "made" / "own.safetensors"
-    flags = [f"--storage={held}", f"--output={output}", "--rows=1", "--tokens=16", "--steps=5", "--rate=0.02"]
+    flags = [f"--storage={held}", f"--output={output}", "--rows=1", "--tokens=16", "--steps=5", "--learning_rate=0.02"]
     with jax.numpy_dtype_promotion("standard"):
         experiments.calibrate.main(["calibrate", "--model=small", *flags])
     said = capsys.readouterr().out

@@ -67,7 +67,7 @@ def test_the_loss_falls_and_is_that_of_the_scores():
     made, model = compacted(), MODEL()
     # Scores of what was fitted, and of what was trained, by decoding token by token.
     before = score_continuation(model, made, TOKENS[:, CONTEXT:])
-    trained = cartridge(model, made, TOKENS[:, CONTEXT:], lengths=LENGTHS, steps=30, rate=3e-2)
+    trained = cartridge(model, made, TOKENS[:, CONTEXT:], lengths=LENGTHS, steps=30, learning_rate=3e-2)
     after = score_continuation(model, trained.prefilled, TOKENS[:, CONTEXT:])
     counted = (np.arange(NEW) >= 1) & (np.arange(NEW) < LENGTHS[:, None])
     assert trained.losses.shape == (31,)

@@ -155,7 +155,7 @@ def test_other_prompts_are_run_by_one_program(spec, options):
 
 def test_a_shared_prefix_is_read_by_one_program():
     model = tiny(layers=LAYERS).model
-    behind = contexts.as_prefix(model, contexts.prefill(model, TOKENS[:1, :8], policies.full()))
+    behind = contexts.with_prefix(model, contexts.prefill(model, TOKENS[:1, :8], policies.full()))
     assert not prefill(behind, TOKENS, policies.full(), max_new_tokens=4).layout.calls_layers
 
 

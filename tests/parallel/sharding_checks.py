@@ -132,7 +132,7 @@ _LIST = [
     Case("gqa", "gkv", "data:2,model:4", prefill_block=8, ragged=True, every=3),
     Case("gqa", "matched", "data:2,model:2", ragged=True, scored=True),
     Case("gqa", "kvzip", "data:2,model:2", ragged=True),
-    # Factors of each head. All tokens have the same leverage in prompts that are shorter than a key, and rounding decides.
+    # Factors of each head. In prompts shorter than a key, all tokens have the same leverage, and rounding decides.
     Case("gqa", "leverage", "data:2,model:2"),
     # A prompt's queries are divided, and the order of their devices counts.
     Case("mqa", "lazy", "data:2,model:4", ragged=True, every=3, parts=1),

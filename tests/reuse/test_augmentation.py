@@ -189,7 +189,7 @@ def test_gradients_are_those_of_differences():
 def test_training_lowers_the_loss_and_files_have_what_was_trained(model, tmp_path):
     texts = np.tile(TOKENS[:1, :8], (2, 3))
     made = training.train_coprocessor(
-        model, reuse.initial_coprocessor(model, 2), texts, steps=12, rows=2, points=4, ahead=4, rate=1e-2
+        model, reuse.initial_coprocessor(model, 2), texts, steps=12, rows=2, points=4, ahead=4, learning_rate=1e-2
     )
     assert made.losses.shape == (12,) and made.losses[-3:].mean() < made.losses[:3].mean() - 0.1
     path = tmp_path / "coprocessor.safetensors"

@@ -210,7 +210,7 @@ def test_the_loss_of_the_base_is_that_of_predicted_contexts():
 def test_training_lowers_the_loss_and_files_have_what_was_trained(tmp_path):
     model = tiny().model
     predictor = random_predictor(model, reuse.fewer_layers(model, [1]))
-    made = training.train_predictor(model, predictor, TOKENS, prompt_length=12, steps=12, rows=3, rate=1e-2)
+    made = training.train_predictor(model, predictor, TOKENS, prompt_length=12, steps=12, rows=3, learning_rate=1e-2)
     total = made.losses.total
     assert total.shape == (12,) and total[1] < total[0] and total[-1] < total[0] - 0.05
     assert (np.asarray(predictor.maps.key) != np.asarray(made.predictor.maps.key)).any()

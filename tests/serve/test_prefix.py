@@ -79,7 +79,7 @@ def test_a_trained_prefix_is_saved_and_continued(tmp_path):
     runner = runner_for("matched")
     plain = runner.prefix(CONTEXT)
     text = list(range(10, 30))
-    prefix = kvjax.cartridge(runner.model, plain, [text], steps=15, rate=3e-2).prefilled
+    prefix = kvjax.cartridge(runner.model, plain, [text], steps=15, learning_rate=3e-2).prefilled
     runner.save_prefix(tmp_path / "trained", prefix)
     again = runner_for("matched")
     loaded = again.load_prefix(tmp_path / "trained")

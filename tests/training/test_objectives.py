@@ -193,7 +193,7 @@ def test_answers():
 def test_training_of_a_merge():
     """One text is learned by the merge, and the first loss is that of the cache with its first parameters."""
     model, policy = tiny().model, policies.h2o(8, recent=2, every=4, merge=policies.lococo(4, 3))
-    found = training.train_merge(model, policy, TOKENS[:1], prefill_block=4, steps=12, rows=1, rate=0.1)
+    found = training.train_merge(model, policy, TOKENS[:1], prefill_block=4, steps=12, rows=1, learning_rate=0.1)
     options = {"prompt_length": TOKENS.shape[1], "prefill_block": 4}
     got = kvjax.log_likelihood(model, TOKENS[:1], policy, calibration=found.calibration, **options).logprobs
     assert -np.mean(got) < found.losses[0] - 0.02
@@ -211,7 +211,7 @@ def test_training_on_tokens():
     """One text is learned: the loss under the cache with the calibration is below that of the first gate."""
     model, gate = tiny().model, policies.LinearGate()
     retention = training.Retention(8, recent=2)
-    found = training.train_gate(model, gate, TOKENS[:1], retention, steps=15, rows=1, rate=0.05)
+    found = training.train_gate(model, gate, TOKENS[:1], retention, steps=15, rows=1, learning_rate=0.05)
     expected = kvjax.log_likelihood(
         model, TOKENS[:1], retention.policy(gate), prompt_length=1, calibration=found.calibration
     )

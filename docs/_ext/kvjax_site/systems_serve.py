@@ -69,16 +69,16 @@ SHARE = (
         form="documents in one order; the least recently used goes first; prompts are read after retrieval",
     ),
     System(
-        "share", "BatchLLM", "2412.03594", ("kvjax.serve.grouping.prefix_groups", "kvjax.contexts.as_prefix"),
+        "share", "BatchLLM", "2412.03594", ("kvjax.serve.grouping.prefix_groups", "kvjax.contexts.with_prefix"),
         test="tests/serve/test_grouping.py", command="python -m experiments.batch",
-        form="groups and their order; a batch's rows have copies of what they share, which `as_prefix` holds once",
+        form="groups and their order; a batch's rows have copies of what they share, which `with_prefix` holds once",
     ),
     System(
-        "share", "ChunkAttention", "2402.15220", ("kvjax.contexts.as_prefix",), test="tests/contexts/test_shared.py",
+        "share", "ChunkAttention", "2402.15220", ("kvjax.contexts.with_prefix",), test="tests/contexts/test_shared.py",
         figure="shared", form="one text that all rows follow; no tree of texts, and no kernel on GPUs",
     ),
     System(
-        "share", "Hydragen", "2402.05099", ("kvjax.contexts.as_prefix",), test="tests/contexts/test_shared.py",
+        "share", "Hydragen", "2402.05099", ("kvjax.contexts.with_prefix",), test="tests/contexts/test_shared.py",
         figure="shared", form="attention in two parts, of which the shared one has the queries of all rows",
     ),
 )  # fmt: skip
