@@ -8,7 +8,9 @@ by one of them. The page leaderboard.md, its plots and leaderboard.json are writ
 the scores of every row and question, and the command of each cell. Tasks with several questions about one context have
 a page more, turns.md.
 
---add=mine.py:loudest adds a policy of your own. --page only writes the page of an existing leaderboard.json.
+--add=mine.py:loudest adds a policy of your own. --kvpress=answers.json adds a column: whether kvpress answers the same,
+by the file that `python -m experiments.bench answers --output=answers.json` has written. --page only writes the page of
+an existing leaderboard.json.
 """
 
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from experiments.leaderboards.config import LeaderboardConfig
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string("add", [], "a policy of your own, such as mine.py:loudest", flag_values=values)
     flags.DEFINE_string("page", None, "only write the page of this leaderboard.json", flag_values=values)
+    flags.DEFINE_string("kvpress", None, "a file of `bench answers`, for a column of the page", flag_values=values)
     flags.DEFINE_bool("rerun", False, "also run what already has a result", flag_values=values)
 
 

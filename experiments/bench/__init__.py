@@ -24,6 +24,7 @@
   python -m experiments.bench prefixes --policies=full --shape=kvjax-tiny --requests=2000 --context=960 --tokens=8
   python -m experiments.bench shared --model=smollm2-135m-instruct --context=512,4096 --batch=8 --tokens=32
   python -m experiments.bench speculate --model=kvjax-tiny --context=512,960 --slots=128 --tokens=64 --drafts=retrieval
+  python -m experiments.bench answers --model=smollm2-135m-instruct --python=kvpress=PYTHON
   python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
 
 All sides run the same random weights (--dtype) on all cores. Each peer runs in the fastest of its settings that are
@@ -89,7 +90,9 @@ tokens of prompts that were found, whether answers are equal, bytes of states, a
 those of the blocks that it saves. CPU seconds are of the whole process, which other load disturbs less.
 shared: --batch prompts that begin with the same text of --context tokens and end with different questions, and --tokens
 new tokens after each: with a copy of the text's slots in each row, and with one for all (kvjax.contexts.with_prefix).
-
+answers: needles in --context tokens (at least --documents questions, asked after the context is compressed to --budget)
+under compressors (--caches) of kvjax and under kvpress's presses of the same name, with the same weights: how many
+answers are equal token by token, and how many are right. kvpress runs in an environment of its own.
 speculate: --tokens new tokens after prompts of --context tokens (of --text), plain and in rounds of --gammas drafts,
 greedy or with --temperature: accepted drafts of each place, tokens per round, rows whose tokens differ from plain
 decoding, times of a token, of a round and of its steps, the speed-up, what the times of steps and the plan of this

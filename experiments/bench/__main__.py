@@ -45,13 +45,14 @@ def define(values: flags.FlagValues) -> None:
     text(
         "model",
         None,
-        "folder, GGUF file or name, for `lm_eval`, `shared`, `speculate` (default kvjax-tiny), `gguf` (SmolLM2), "
-        "`prefill`",
+        "folder, GGUF file or name, for `lm_eval`, `shared`, `speculate`, `answers` (default kvjax-tiny), `gguf` "
+        "(SmolLM2), `prefill`",
     )
     several("grid", "12x103x64,12x512x64,96x2048x64", "shapes as BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
     several("kinds", ",".join(KINDS), "for `kernels`: attention with statistics `none` or `mass`, and a whole `step`")
     about = (
-        "a cache to measure, for `selections` and `storages`; default all. For `prefill`, a selection of a full cache"
+        "a cache to measure, for `selections`, `storages` and `answers`; default all. For `prefill`, a selection of a "
+        "full cache"
     )
     flags.DEFINE_multi_string("caches", [], about, flag_values=values)
     flags.DEFINE_bool(
@@ -64,7 +65,7 @@ def define(values: flags.FlagValues) -> None:
     several("questions", "copa,piqa,mathqa", f"tasks for `lm_eval`, of {', '.join(multiple_choice.TASKS)}")
     several("shots", "0", "number of examples before each question, for `lm_eval`")
     several("examples", "first", "how examples are chosen, for `lm_eval`: first (of a file), drawn (for each question)")
-    whole("documents", 100, "number of questions per task, and of pieces of the text, for `lm_eval`")
+    whole("documents", 100, "number of questions per task, and of pieces of the text, for `lm_eval` and `answers`")
     whole("requests", 2000, "number of requests, for `serve` and `prefixes`")
     about = "for `speculate`: what drafts, a selection, seen(POLICY) or own(POLICY); default several of these"
     flags.DEFINE_multi_string("drafts", [], about, flag_values=values)

@@ -24,7 +24,7 @@ def _bars(axes: "Axes", rows: Sequence[Row], name: str, value: str, form: str = 
     for place, each in enumerate(values):
         axes.text(each + 0.01 * max(values), place, f"{each:,{form}}", va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [row[name] for row in rows])
-    axes.set_xlim(0, 1.15 * max(values))
+    axes.set_xlim(0, 1.15 * (max(values) or 1))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
 
@@ -264,6 +264,16 @@ def _lm_eval(rows: Sequence[Row]) -> "Figure":
     return figure
 
 
+def _answers(rows: Sequence[Row]) -> "Figure":
+    value, unit = "answers equal", f"answers equal to kvpress's, of {rows[0]['questions']:,}"
+    if value not in rows[0]:
+        value, unit = "% right, kvjax", "% of answers right"
+    figure, panels = new_figure(1, figsize=(8, 1.2 + 0.32 * len(rows)))
+    _bars(panels[0, 0], rows, "cache", value, ".0f")
+    style(panels[0, 0], f"Needles, {rows[0]['budget']:.0%} of the context", unit)
+    return figure
+
+
 def _gguf(rows: Sequence[Row]) -> "Figure":
     named = [row | {"side": f"{row['side']}, {row['work']}"} for row in rows]
     return _settings(named, "tokens/s", "A GGUF file", "tokens a second (median)")
@@ -300,4 +310,5 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "prefixes": _serve,
     "shared": _shared,
     "speculate": _speculate,
+    "answers": _answers,
 }

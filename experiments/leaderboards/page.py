@@ -19,7 +19,7 @@ MAX_PERCENT = 1e5  # that is written out
 MAX_NATS = 700.0  # whose exponential is a float64
 MIN_VALUES = 8  # rows or questions of which the bootstrap says something
 LOSS, HELD, RANK = "perplexity", "held", "mean rank"
-FOOTPRINT, READ, TIME = "footprint", "read", "time of a step"
+FOOTPRINT, READ, TIME, PEER = "footprint", "read", "time of a step", "as kvpress"
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000)  # of the axes
 
 ABOUT = """\
@@ -34,6 +34,8 @@ ABOUT_MORE = {
     FOOTPRINT: "*Footprint* is the slots that are held after the prompt, summed over steps, of the full cache's.",
     READ: "*Read* is the share of the slots held that the first step after the prompt reads at most.",
     TIME: "*Time of a step* is that over the full cache's, in the same process.",
+    PEER: "*As kvpress*: how many answers to needles equal those of kvpress's press of this name, token by token,\n"
+    "with the same weights ({peer}).",
 }
 
 
@@ -86,6 +88,25 @@ def scored(row: Mapping[str, Any]) -> dict[str, float]:
     return found | {task: -float(np.mean(each["scores"])) for task, each in row["tasks"].items()}
 
 
+def with_peer(rows: Sequence[JsonObject], found: Mapping[str, Any]) -> list[JsonObject]:
+    """Returns rows with what `experiments.bench answers` says of the cells that it has.
+
+    Args:
+      rows: see `experiments.leaderboards.cells.row`.
+      found: the JSON file of that benchmark.
+    """
+    equal = {
+        (each["cache"], each["budget"]): {"equal": each["answers equal"], "questions": each["questions"]}
+        for each in found["answers"]
+        if "answers equal" in each
+    }
+    command = f"python -m experiments.bench {found['command']}"
+    return [
+        row | {"peer": equal[key] | {"command": command}} if (key := (row["cache"], row["budget"])) in equal else row
+        for row in rows
+    ]
+
+
 def ranked(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """Returns the mean rank of each row over perplexity and all tasks; equal scores share their ranks."""
     numbers = [scored(row) for row in rows]
@@ -131,6 +152,8 @@ def _optional(row: Mapping[str, Any]) -> dict[str, str]:
     }
     if rate := row.get("decode_tokens_per_second"):
         found[TIME] = f"{row['full_decode_tokens_per_second'] / rate:.2f}"
+    if peer := row.get("peer"):
+        found[PEER] = f"{peer['equal']} of {peer['questions']}"
     return found
 
 
@@ -150,7 +173,8 @@ def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
     texts = ", ".join(size["texts"]) or "a generated text"
     about = ABOUT.format(**(size | {"texts": texts}), machines=" and ".join(machines), least=MIN_VALUES)
     optional = {name for row in done for name in _optional(row)}
-    more = [line for name, line in ABOUT_MORE.items() if name in optional]
+    peer = next((row["peer"]["command"] for row in done if row.get("peer")), None)
+    more = [line.format(peer=f"`{peer}`") for name, line in ABOUT_MORE.items() if name in optional]
     sections = ["# Leaderboard", "", "\n".join([about, *more]), "", f"`{found['command']}`", ""]
     full = {"cache": "`full`"} | {
         names[task]: f"{np.mean(each['full']):.0f}" for task, each in done[0]["tasks"].items()

@@ -67,17 +67,25 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
     config.caches = (*config.caches, *values.add)
     folder = Path(config.output) / config.name
     results.make_folder(folder)
+    peer = None
+    if values.kvpress:
+        peer = results.read_json(Path(values.kvpress))
+        if not isinstance(peer, dict) or "answers" not in peer:
+            raise ConfigError(f"--kvpress={values.kvpress} is not a file of `python -m experiments.bench answers`.")
     if values.page:
         found = results.read_json(Path(values.page))
         if not isinstance(found, dict) or "rows" not in found:
             raise ConfigError(f"--page={values.page} is not a {JSON_FILE}.")
     else:
         # The folder of results is of this machine.
-        given = [each for each in argv[1:] if not each.startswith(("--config.output=", "--rerun"))]
+        given = [each for each in argv[1:] if not each.startswith(("--config.output=", "--rerun", "--kvpress="))]
         # Cells are of the same texts under other caches.
         with kvjax.reuse_prompts(machine.prompt_room()):
             rows = run(config, given, rerun=values.rerun)
         found = {"command": cells.command(given), "sizes": page.sizes(config), "rows": rows}
+        results.write(folder / JSON_FILE, results.to_json(found))
+    if peer is not None:
+        found = found | {"rows": page.with_peer(found["rows"], peer)}
         results.write(folder / JSON_FILE, results.to_json(found))
     for file, content in (page.files(found) | turns.files(found)).items():
         results.write(folder / file, content)

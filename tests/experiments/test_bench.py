@@ -415,6 +415,23 @@ def test_kvpress(tmp_path, capsys):
     assert "kvpress, knorm at every step" in capsys.readouterr().out
 
 
+def test_answers(tmp_path):
+    rows = bench(
+        tmp_path, "answers", "--against=none", "--caches=knorm", "--caches=cur", "--documents=2", "--context=96"
+    )
+    assert [row["cache"] for row in rows] == ["knorm", "cur"]
+    assert all(row["questions"] == 11 and "answers equal" not in row for row in rows)
+
+
+@needs("kvpress")
+def test_answers_of_kvpress(tmp_path):
+    exact = ("keydiff", "snapkv(window=16)", "adakv(snapkv(window=16))", "expected_attention", "cur")
+    caches = [f"--caches={cache}" for cache in exact]
+    rows = bench(tmp_path, "answers", *caches, "--against=kvpress", "--documents=11", "--context=256", "--budget=0.25")
+    # Two programs in float32 may choose between slots of equal rank differently.
+    assert all(row["answers equal"] >= 10 for row in rows), rows
+
+
 @needs("llama_cpp", "gguf")
 def test_llama_cpp(tmp_path):
     for task in ("decode", "prefill"):
@@ -460,6 +477,12 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
         (["selections", "--caches=full"], "--caches='full' is unknown; known caches: full, on host; infinigen; quest"),
         (["decode", "--fill", "--against=transformers", "--batch=1", "--context=8"], "peers cannot run with --fill"),
         (["decode", "--output=/dev/null/all.json"], "cannot be written"),
+        (
+            ["answers", "--against=none", "--caches=h2o"],
+            "--caches=h2o: no press is known for it; known: knorm; keydiff",
+        ),
+        (["answers", "--against=llama.cpp"], "compares with kvpress; got --against=llama.cpp"),
+        (["answers", "--against=none", "--context=64,128"], "takes one --context; got 64,128"),
         (["lm_eval", "--against=none"], "needs --data=FOLDER"),
         (["lm_eval", "--against=none", "--data=/nowhere", "--examples=last"], "valid: first, drawn"),
         (["lm_eval", "--against=none", "--data=/nowhere"], "there is no file /nowhere/copa"),

@@ -122,6 +122,14 @@ def test_page_of_rows():
     text = page.files({"rows": [rows[0] | newer, rows[1]], "sizes": sizes, "command": "x"})[page.PAGE]
     assert "31 %" in text and "12 %" in text and "0.80" in text
     assert "*Footprint*" in text and "*Time of a step*" in text
+    answers = [
+        {"cache": "h2o", "budget": 0.1, "questions": 33, "answers equal": 32},
+        {"cache": "window", "budget": 0.2, "questions": 33, "answers equal": 1},
+        {"cache": "full + int4", "budget": 0.1, "questions": 33},
+    ]
+    compared = page.with_peer(rows[:3], {"answers": answers, "command": "answers --model=x"})
+    text = page.files({"rows": compared, "sizes": sizes, "command": "x"})[page.PAGE]
+    assert "32 of 33" in text and "1 of 33" not in text and "`python -m experiments.bench answers --model=x`" in text
     assert "No cell" in page.files({"rows": rows[3:4], "sizes": sizes, "command": "x"})[page.PAGE]
 
 
