@@ -15,7 +15,6 @@ from kvjax.policies import (
     Importance,
     Policy,
     View,
-    everything,
     evict,
     last,
     mass,
@@ -23,6 +22,7 @@ from kvjax.policies import (
     protect_newest,
     protect_varying,
     times_above,
+    unprotected,
 )
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.patterns import Uniform
@@ -64,7 +64,7 @@ def ranked(budget: BudgetLike, by: str, protect: str) -> Policy:
       protect: ``nothing``, ``window`` (the newest half of the budget) or ``deviation``.
     """
     importance = {"mass": mass, "mean": mean_mass, "above": times_above(), "last": last}[by]
-    scope = {"nothing": everything, "window": protect_newest(None), "deviation": protect_varying()}[protect]
+    scope = {"nothing": unprotected, "window": protect_newest(None), "deviation": protect_varying()}[protect]
     return evict(importance=importance, scope=scope, budget=budget, name=f"{by}, {protect} protected")
 
 

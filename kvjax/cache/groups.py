@@ -8,7 +8,7 @@ from kvjax.cache.arrangements import Arrangement, arrangement_of
 from kvjax.cache.parallel_contexts import ParallelContexts
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict
-from kvjax.policies.components import Everything
+from kvjax.policies.components import Unprotected
 from kvjax.policies.prompt_replay import Replay
 from kvjax.policies.row_memory import RowMemory
 from kvjax.policies.window import First, full
@@ -167,7 +167,7 @@ class Group:
     def known_ranks(self) -> bool:
         """Whether positions alone say what is held, and so the rank of each slot: the first and the newest."""
         policy = self.policy
-        first = isinstance(policy.scope, First | Everything) and policy.page == 1
+        first = isinstance(policy.scope, First | Unprotected) and policy.page == 1
         return first and policy.importance.by_age and self.evicts_one and policy.when == "step"
 
     @property

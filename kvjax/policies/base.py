@@ -17,7 +17,7 @@ from kvjax.arguments import checked_call, choice_argument, count_argument, did_y
 from kvjax.errors import KvjaxError, PolicyError
 from kvjax.numerics.statistics import NAMED, Statistic, resolve
 from kvjax.policies.budget import Budget, BudgetLike, as_budget
-from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, everything, keep
+from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, keep, unprotected
 from kvjax.policies.parameters import Parameters, distinct
 from kvjax.policies.prompt_replay import REPLAYED, Replay
 from kvjax.policies.round_memory import RoundMemory
@@ -78,7 +78,7 @@ class Evict(Policy):
     """
 
     importance: Importance
-    scope: Scope = everything
+    scope: Scope = unprotected
     budget: Budget | None
     when: When = "step"
     merge: Merge | None = None
@@ -201,7 +201,7 @@ class Evict(Policy):
     def rank(self, stats: Stats, view: View) -> Array:
         """Returns the importance of each slot, [B, K, S] float32; +inf where it is protected."""
         score = self.importance.score(stats, view)
-        if self.scope == everything:
+        if self.scope == unprotected:
             return score
         return jnp.where(self.scope.protected(stats, view), jnp.inf, score)
 
@@ -300,7 +300,7 @@ def evict(
     with named(name):
         slots = as_budget(budget)
     return Evict(
-        importance=importance, scope=scope or everything, budget=slots, positions=positions,
+        importance=importance, scope=scope or unprotected, budget=slots, positions=positions,
         group_reduce=group_reduce, merge=merge, every=every, name=name,
     )  # fmt: skip
 
@@ -322,7 +322,7 @@ def compress(
     with named(name):
         slots = as_budget(budget)
     return Evict(
-        importance=importance, scope=scope or everything, budget=slots, when="prompt_end", positions=positions,
+        importance=importance, scope=scope or unprotected, budget=slots, when="prompt_end", positions=positions,
         group_reduce=group_reduce, name=name,
     )  # fmt: skip
 
@@ -344,7 +344,7 @@ def compress_or_evict(
     with named(name):
         slots = as_budget(budget)
     return Evict(
-        importance=importance, scope=scope or everything, budget=slots, when="prompt_end" if every is None else "step",
+        importance=importance, scope=scope or unprotected, budget=slots, when="prompt_end" if every is None else "step",
         positions=positions, group_reduce=group_reduce, every=1 if every is None else every, name=name,
     )  # fmt: skip
 
@@ -364,6 +364,18 @@ def _resolve(needs: frozenset[str | Statistic]) -> frozenset[Statistic]:
 
 
 __all__ = [
-    "POSITIONS", "Budget", "Evict", "Keep", "Policy", "View", "compress", "compress_or_evict", "everything", "evict",
-    "factory", "fixed_slots", "keep", "named",
+    "POSITIONS",
+    "Budget",
+    "Evict",
+    "Keep",
+    "Policy",
+    "View",
+    "compress",
+    "compress_or_evict",
+    "evict",
+    "factory",
+    "fixed_slots",
+    "keep",
+    "named",
+    "unprotected",
 ]  # fmt: skip

@@ -371,7 +371,7 @@ class Merge:
 
 
 @dataclasses.dataclass(frozen=True)
-class Everything(Scope):
+class Unprotected(Scope):
     """Protects no slot: every slot is open."""
 
     needs = frozenset()
@@ -395,7 +395,7 @@ class Keep(Importance):
 
 
 keep = Keep()
-everything = Everything()
+unprotected = Unprotected()
 
 #: What a component must have.
 FUNCTIONS: Mapping[type, tuple[str, ...]] = {Importance: ("score",), Scope: ("protected", "count"), Merge: ("fold",)}

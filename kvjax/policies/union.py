@@ -10,7 +10,7 @@ import jax
 
 from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
-from kvjax.policies.components import Everything, Scope, Stats, View, check_declared, everything
+from kvjax.policies.components import Scope, Stats, Unprotected, View, check_declared, unprotected
 from kvjax.policies.h2o import Ring
 
 Array = jax.Array
@@ -81,5 +81,5 @@ def protect_any(*scopes: Scope) -> Scope:
       PolicyError: see `Union`.
     """
     made = Union(tuple(part for each in scopes for part in (each.scopes if isinstance(each, Union) else (each,))))
-    distinct = tuple(dict.fromkeys(each for each in made.scopes if not isinstance(each, Everything))) or (everything,)
+    distinct = tuple(dict.fromkeys(each for each in made.scopes if not isinstance(each, Unprotected))) or (unprotected,)
     return distinct[0] if len(distinct) == 1 else Union(distinct)

@@ -146,12 +146,12 @@ def test_a_union_of_scopes():
         policies.protect_varying(12, guard=10),
     )
     both = first | newest | varying
-    assert both == policies.protect_any(first, newest, policies.everything, first | varying)
+    assert both == policies.protect_any(first, newest, policies.unprotected, first | varying)
     assert both.needs == {"mass", "mass_sq", "count"}
     # The ten newest are protected twice; two of the varying ones and the first may be others.
     assert (both.newest(64), both.count(64)) == (10, 2 + 10 + 2)
-    assert policies.protect_any(newest, policies.everything) == newest
-    assert policies.everything | policies.everything == policies.everything
+    assert policies.protect_any(newest, policies.unprotected) == newest
+    assert policies.unprotected | policies.unprotected == policies.unprotected
     assert (policies.protect_newest() | first).count(64) == 34
     with pytest.raises(PolicyError, match="protects 14 slots, more than its budget of 13"):
         policies.evict(importance=policies.mass, scope=both, budget=13)

@@ -150,7 +150,7 @@ def _parts(entry: Entry) -> list[str]:
     for role in ("importance", "scope", "merge", "budget"):
         part = getattr(made, role, None)
         name = type(part).__name__
-        if part is not None and name in entry.module.__all__ and name not in ("Slots", "Everything"):
+        if part is not None and name in entry.module.__all__ and name not in ("Slots", "Unprotected"):
             doc = inspect.getdoc(type(part)) or ""
             lines.append(f"| {role} | {{py:obj}}`{name} <{entry.module.__name__}.{name}>` | {markdown(summary(doc))} |")
     return ["Made of:", "", "| | | |", "|---|---|---|", *lines, ""] if lines else []
