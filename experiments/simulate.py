@@ -8,6 +8,8 @@ python -m experiments.simulate phases --shape=llama2-7b --topology=h100:1 --rows
 python -m experiments.simulate storage --shape=llama2-7b --topology=h100:1 --flash_rate=12e9 --channels=16
 python -m experiments.simulate activations --shape=llama2-7b --topology=h100:1 --host_memory=256GB
 python -m experiments.simulate traffic --shape=llama2-7b --tokens=4096
+python -m experiments.simulate blend --shape=llama2-7b --topology=h100:1 --tokens=4096 --load_rates=5e9,1e9
+python -m experiments.simulate transfer --shape=llama2-7b --topology=h100:1 --tokens=6000 --slo=2 --trace=0:1e9,0.5:2e8
 
 serving: the rows that fit, and the seconds of a prompt, a token, and an exchange with host memory.
 layouts: the bytes of a row: reserved, in pages, in virtual memory and in fixed slots; and of a trace of requests.
@@ -17,6 +19,8 @@ phases: from which length on slots are on the host, or computed again, and the s
 storage: the pages and bytes of attention in a storage drive that holds the cache.
 activations: the share of layers whose results training can move to the host while others are computed.
 traffic: the numbers that attention moves between slow and fast memory, beside the order of a lower bound.
+blend: the share of a text's tokens that can be computed again while caches of its chunks are loaded (CacheBlend).
+transfer: the level at which each chunk of a context is sent, so that the first token comes in time (CacheGen).
 """
 
 from collections.abc import Sequence
@@ -26,7 +30,18 @@ from absl import flags
 from experiments import cli
 from kvjax.errors import ConfigError
 
-SUBJECTS = ("serving", "layouts", "preemption", "pool", "phases", "storage", "activations", "traffic")
+SUBJECTS = (
+    "serving",
+    "layouts",
+    "preemption",
+    "pool",
+    "phases",
+    "storage",
+    "activations",
+    "traffic",
+    "blend",
+    "transfer",
+)
 
 
 def define(values: flags.FlagValues) -> None:
@@ -67,15 +82,23 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("seed", 0, "of the trace and of priorities", lower_bound=0, flag_values=values)
     flags.DEFINE_integer("tile", 128, "rows of a kernel's tile of queries", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("fast_memory", 65536, "numbers that fast memory holds", lower_bound=1, flag_values=values)
+    flags.DEFINE_list("percentiles", ["50", "99"], "of waiting times, of 50, 95, 99, 99.9", flag_values=values)
+    flags.DEFINE_list("load_rates", [], "bytes/s of further places that hold caches of chunks", flag_values=values)
+    flags.DEFINE_float("slo", 1.0, "seconds in which a context must have arrived", lower_bound=0.0, flag_values=values)
+    trace = "SECONDS:BYTES/S,...: the rate of the link from then on; without it, that of the device's link"
+    flags.DEFINE_list("trace", [], trace, flag_values=values)
+    flags.DEFINE_list("bits", ["2.5", "3.6", "3.9"], "bits of a number at levels 1, 2 and so on", flag_values=values)
+    flags.DEFINE_integer("chunk", 1500, "tokens of a chunk that is sent", lower_bound=1, flag_values=values)
     flags.DEFINE_string("output_file", None, "write the numbers to this JSON file too", flag_values=values)
 
 
 GROUPS = {
-    "Traces": ["users", "turns", "rate", "prompt", "output", "seed"],
+    "Traces": ["users", "turns", "rate", "prompt", "output", "percentiles", "seed"],
     "Preemption": ["frequency", "copy_seconds"],
     "Pools": ["instances", "requests", "long", "long_share"],
     "Phases and storage": ["rows", "host_memory", "read_share", "overlap", "channels", "flash_rate", "page"],
     "Kernels": ["tile", "fast_memory"],
+    "Chunks": ["load_rates", "slo", "trace", "bits", "chunk"],
 }
 
 

@@ -1,7 +1,7 @@
 """Prints plans of serving; see `experiments.simulate`."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from kvjax.planning import (
     kernel_traffic,
     memory_layouts,
     memory_pool,
+    offload_shares,
     preemption,
     storage_attention,
 )  # fmt: skip
 from kvjax.planning.serving_costs import ServedModel, serving_costs
 from kvjax.planning.topologies import find_target
+from kvjax.policies import Evict, h2o, window
+from kvjax.transport import plan_transfer
 from kvjax.typing import JsonObject
 from kvjax.units import parse_size, size
 
@@ -53,6 +56,23 @@ def _device(values: flags.FlagValues) -> Device:
     if target.device is None:
         raise ConfigError(f"the numbers of {target.name} are not in the table; name a TPU or a GPU.")
     return target.device
+
+
+def _percentiles(values: flags.FlagValues) -> list[float]:
+    known = {f"{each:g}": each for each in preemption.PERCENTILES}
+    if unknown := [each for each in values.percentiles if each not in known]:
+        raise ConfigError(f"--percentiles={unknown[0]} is not computed; computed: {', '.join(known)}.")
+    return [known[each] for each in values.percentiles]
+
+
+def _numbers(flag: str, given: Sequence[str]) -> list[float]:
+    try:
+        found = [float(each) for each in given]
+    except ValueError:
+        found = [math.nan]
+    if not all(math.isfinite(each) and each > 0 for each in found):
+        raise ConfigError(f"--{flag}={','.join(given)} is not valid; give numbers above 0, such as 5e9,1e9.")
+    return found
 
 
 def _serving(model: ServedModel, values: flags.FlagValues) -> Rows:
@@ -99,7 +119,7 @@ def _preemption(model: ServedModel, values: flags.FlagValues) -> Rows:
     trace = preemption.random_trace(
         values.users, values.turns, rate=values.rate, prompt=values.prompt, output=values.output, seed=values.seed
     )
-    rows = []
+    rows, shown = [], _percentiles(values)
     for name, budget in (("full, pages", None), (f"{values.budget} slots", values.budget)):
         for keep_host, overlap in ((False, False), (True, False), (True, True)):
             made = preemption.simulate_preemption(
@@ -108,8 +128,8 @@ def _preemption(model: ServedModel, values: flags.FlagValues) -> Rows:
             )  # fmt: skip
             rows.append({
                 "cache": name, "copies stay on the host": keep_host, "moves overlap": overlap,
-                **{f"TTFT P{each}, s": made.ttft[each] for each in (50, 99)},
-                **{f"TBT P{each}, ms": 1e3 * made.tbt.get(each, math.nan) for each in (50, 99)},
+                **{f"TTFT P{each:g}, s": made.ttft[each] for each in shown},
+                **{f"TBT P{each:g}, ms": 1e3 * made.tbt.get(each, math.nan) for each in shown},
                 "tokens/s": made.tokens_per_second, "Jain": made.jain, "moved": size(made.moved), "swaps": made.swaps,
             })  # fmt: skip
     return rows
@@ -120,7 +140,7 @@ def _pool(model: ServedModel, values: flags.FlagValues) -> Rows:
         values.requests, rate=values.rate, prompt=values.prompt, output=values.output, long=values.long,
         long_share=values.long_share, seed=values.seed,
     )  # fmt: skip
-    rows = []
+    rows, shown = [], _percentiles(values)
     for name, budget in (("full", None), (f"{values.budget} slots", values.budget)):
         for pooled in (False, True):
             made = memory_pool.simulate_pool(
@@ -129,8 +149,8 @@ def _pool(model: ServedModel, values: flags.FlagValues) -> Rows:
             rows.append({
                 "cache": name, "memory": "pool" if pooled else "own", "finished": made.finished,
                 "refused": made.refused, "most rows": made.most_rows,
-                **{f"TTFT P{each}, s": made.ttft.get(each, math.nan) for each in (50, 99)},
-                **{f"request P{each}, s": made.request_seconds.get(each, math.nan) for each in (50, 99)},
+                **{f"TTFT P{each:g}, s": made.ttft.get(each, math.nan) for each in shown},
+                **{f"request P{each:g}, s": made.request_seconds.get(each, math.nan) for each in shown},
                 "tokens/s": made.tokens_per_second,
                 "held by each, %": ", ".join(f"{100 * each:.2g}" for each in made.use),
                 "for others": size(max(made.for_others)),
@@ -218,6 +238,14 @@ def _traffic(model: ServedModel, values: flags.FlagValues) -> Rows:
         {"what": f"slots on several devices, {name}", "moved": each, "unit": "bytes of a row, layer and other device"}
         for name, each in shared._asdict().items()
     ]
+    policies = {"window": window(values.budget), "h2o": h2o(values.budget)}
+    passes = {
+        name: attention_traffic.passes_over_keys(each) for name, each in policies.items() if isinstance(each, Evict)
+    }
+    rows += [
+        {"what": f"passes over the keys of a prompt, {name}", "moved": each, "unit": "passes"}
+        for name, each in (passes | {"softmax as it is written": 3}).items()
+    ]
     # The blocks of a KV head serve all of its query heads.
     group = model.heads // model.kv_heads
     prompt = kernel_traffic.prefill_kernels(values.tokens, model.dim, group=group, statistics=True)
@@ -235,7 +263,56 @@ def _traffic(model: ServedModel, values: flags.FlagValues) -> Rows:
     return rows
 
 
+def _blend(model: ServedModel, values: flags.FlagValues) -> Rows:
+    device = _device(values)
+    if device.link is None or device.flops is None:
+        raise ConfigError(f"the FLOP/s of {device.kind} or its link to the host are unknown; name another device.")
+    prefill = model.prefill_flops(values.tokens) / device.flops / model.layers
+    places = {"host memory": device.link} | {
+        f"{each:.3g} bytes/s": each for each in _numbers("load_rates", values.load_rates)
+    }
+    rows: Rows = []
+    for name, rate in places.items():
+        load = model.slot_bytes * values.tokens / rate
+        made = offload_shares.plan_blend(model.layers, load=load, prefill=prefill)
+        rows.append({
+            "caches of chunks from": name, "load of a layer, ms": 1e3 * load, "compute of a layer, ms": 1e3 * prefill,
+            "computed again, %": 100 * made.ratio, "TTFT, s": made.ttft,
+            "of a whole prefill, s": model.layers * prefill,
+        })  # fmt: skip
+    return rows
+
+
+def _transfer(model: ServedModel, values: flags.FlagValues) -> Rows:
+    device = _device(values)
+    if device.link is None or device.flops is None:
+        raise ConfigError(f"the FLOP/s of {device.kind} or its link to the host are unknown; name another device.")
+    pairs = [each.split(":") for each in values.trace] or [["0", str(device.link)]]
+    try:
+        trace = [(float(start), float(rate)) for start, rate in pairs]
+    except ValueError:
+        raise ConfigError(
+            f"--trace={','.join(values.trace)} is not valid; give SECONDS:BYTES/S, such as 0:1e9."
+        ) from None
+    counts = [min(values.chunk, values.tokens - start) for start in range(0, values.tokens, values.chunk)]
+    numbers = model.layers * model.slot_bytes // model.width
+    bits = sorted(_numbers("bits", values.bits))
+    sizes = [[int(count * numbers * each / 8) for each in bits] for count in counts]
+    recompute = [model.prefill_flops(count) / device.flops for count in counts]
+    made = plan_transfer(sizes, recompute, slo=values.slo, trace=trace)
+    rows: Rows = [
+        {
+            "chunk": number + 1,
+            "tokens": count,
+            "sent as": level if isinstance(level, str) else f"level {level}",
+            "bytes": "0" if isinstance(level, str) else size(own[level - 1]),
+        }
+        for number, (count, level, own) in enumerate(zip(counts, made.levels, sizes, strict=True))
+    ]
+    return [*rows, {"chunk": "all", "tokens": values.tokens, "s": made.ttft, "in time": made.in_time}]
+
+
 SUBJECTS: Mapping[str, Callable[[ServedModel, Any], Rows]] = {
     "serving": _serving, "layouts": _layouts, "preemption": _preemption, "pool": _pool, "phases": _phases,
-    "storage": _storage, "activations": _activations, "traffic": _traffic,
+    "storage": _storage, "activations": _activations, "traffic": _traffic, "blend": _blend, "transfer": _transfer,
 }  # fmt: skip

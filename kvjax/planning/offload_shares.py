@@ -31,10 +31,10 @@ def plan_blend(layers: int, *, load: float, prefill: float, check: int = 1) -> B
     Raises:
       InputError: a number that is not valid.
     """
-    if not 0 <= check < layers or load < 0 or prefill <= 0:
+    if not 1 <= check < layers or load < 0 or prefill <= 0:
         raise InputError(
-            f"check must be a layer of {layers}, and load and prefill seconds; got check={check}, load={load}, "
-            f"prefill={prefill}."
+            f"check must be a layer from 1 to {layers - 1}, and load and prefill seconds; got check={check}, "
+            f"load={load}, prefill={prefill}."
         )
     ratio = min(1.0, max(LEAST_RATIO, load / prefill))
     return BlendPlan(ratio, (check + 1) * prefill + (layers - check - 1) * max(load, ratio * prefill))

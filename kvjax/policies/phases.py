@@ -238,8 +238,8 @@ def after_prefill(compressor: Policy, *, then: Policy) -> Phases:
 def phases(prompt: Policy, decode: Policy) -> Phases:
     """Applies `prompt` to the prompt, and `decode` only to the tokens after it (SCOPE, arXiv:2412.13649).
 
-    The two budgets add up: a head holds the slots that `prompt` keeps, and those of the budget of `decode`.
-    `random_control` is an example.
+    The two budgets add up: a head holds the slots that `prompt` keeps, and those of the budget of `decode`. Slots of
+    the prompt are protected, and take part in what scores sum or normalise over. `random_control` is an example.
 
     Args:
       prompt: a compressor such as snapkv(budget=256), or full(), which keeps the whole prompt.

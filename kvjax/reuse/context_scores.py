@@ -69,7 +69,8 @@ def context_score(
     present = set(new)
     if len(old):
         common = np.array([each in present for each in old])
-        beta = float(inter[common].sum() / inter.sum())
+        # A chunk that depended on none, where windows hide all that is before it, lacks nothing.
+        beta = float(inter[common].sum() / inter.sum()) if inter.any() else 1.0
     else:
         # A chunk that came first lacks all that is before it now. Other implementations of the paper say 1, and never
         # repair such a chunk.

@@ -34,6 +34,15 @@ def test_a_table_and_a_file(subject, tmp_path, capsys):
     if subject == "phases":
         # Without --overlap, the link is faster than computing again.
         assert [row["phase"] for row in made["rows"]].count("recomputed") == 0 < made["rows"][-1]["on the host"]
+    if subject == "traffic":
+        passes = [row["moved"] for row in made["rows"] if row["unit"] == "passes"]
+        assert passes == [1, 2, 3]
+    if subject == "blend":
+        (row,) = made["rows"]
+        assert 15 <= row["computed again, %"] < 100 and row["TTFT, s"] < row["of a whole prefill, s"]
+    if subject == "transfer":
+        *chunks, whole = made["rows"]
+        assert [row["tokens"] for row in chunks] == [1500, 1500, 1096] and whole["in time"]
     if subject == "activations":
         shares = [row["offloaded, %"] for row in made["rows"]]
         assert shares == sorted(shares) and 0 < shares[0] < 100
@@ -48,6 +57,9 @@ def test_a_table_and_a_file(subject, tmp_path, capsys):
         (["serving", *ARGUMENTS[1:]], "--shape"),
         (["storage", *ARGUMENTS], "--flash_rate"),
         (["phases", *ARGUMENTS, "--host_memory=much"], "--host_memory='much' is not valid"),
+        (["pool", *ARGUMENTS, "--percentiles=90"], "--percentiles=90 is not computed; computed: 50, 95, 99, 99.9"),
+        (["blend", *ARGUMENTS, "--load_rates=fast"], "--load_rates=fast is not valid"),
+        (["transfer", *ARGUMENTS, "--trace=1e9"], "--trace=1e9 is not valid; give SECONDS:BYTES/S"),
         (["phases", "--shape=llama2-70b", "--topology=h100:1"], "do not fit"),
         (["layouts", "--shape=llama2-70b", "--topology=h100:1"], "do not fit"),
     ],

@@ -31,6 +31,12 @@ FIGURES: Mapping[str, str] = {
     "drafts": "experiments/measured/notes.md#rounds-of-drafts",
     "plans of serving": "docs/simulations.md#serving",
     "plans of preemption": "docs/simulations.md#preemption",
+    "plans of layouts": "docs/simulations.md#layouts",
+    "plans of a pool": "docs/simulations.md#pool",
+    "plans of phases": "docs/simulations.md#phases",
+    "plans of a drive": "docs/simulations.md#storage",
+    "plans of activations": "docs/simulations.md#activations",
+    "plans of traffic": "docs/simulations.md#traffic",
 }
 
 

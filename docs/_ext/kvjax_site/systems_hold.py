@@ -91,7 +91,7 @@ LOOK = (
     System(
         "look", "ALISA", "2403.17312", ("kvjax.selection.alisa", "kvjax.planning.cache_phases.CachePhases"),
         test=CHOICES, command="python -m experiments.simulate phases",
-        form="a number of slots instead of a share; its three phases as a plan",
+        form="a number of slots instead of a share; its three phases as a plan", figure="plans of phases",
     ),
     System(
         "look", "TriForce", "2404.11912", ("kvjax.selection.retrieval", "kvjax.speculate"),

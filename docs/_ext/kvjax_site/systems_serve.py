@@ -91,21 +91,25 @@ SERVE = (
     System(
         "serve", "PagedAttention (vLLM)", "2309.06180", ("kvjax.planning.memory_layouts.row_bytes",), test=CLOSED_FORMS,
         command="python -m experiments.simulate layouts", form="a plan: fixed numbers of slots need no pages",
+        figure="plans of layouts",
     ),
     System(
         "serve", "Infinite-LLM (DistAttention)", "2401.02669",
         ("kvjax.planning.memory_pool.simulate_pool", "kvjax.planning.attention_traffic.part_bytes"),
         test="tests/planning/test_memory_pool.py", command="python -m experiments.simulate pool",
         form="slots of a head lie on several devices of a mesh; its pool over instances as a plan",
+        figure="plans of a pool",
     ),
     System(
         "serve", "I/O bounds of attention (Saha, Ye)", "2402.07443",
         ("kvjax.planning.attention_traffic.attention_traffic",), test=CLOSED_FORMS,
         command="python -m experiments.simulate traffic", form="the order of the bound beside counted traffic",
+        figure="plans of traffic",
     ),
     System(
         "serve", "vAttention", "2405.04437", ("kvjax.planning.memory_layouts.simulate_layouts",), test=CLOSED_FORMS,
         command="python -m experiments.simulate layouts", form="a plan: slots lie in one piece as they are",
+        figure="plans of layouts",
     ),
     System(
         "serve", "Fu (deploying long contexts)", "2405.08944", ("kvjax.planning.serving_costs.serving_costs",),
@@ -114,17 +118,18 @@ SERVE = (
     System(
         "serve", "FuseMax", "2406.10491", ("kvjax.planning.attention_traffic.passes_over_keys",), test=CLOSED_FORMS,
         command="python -m experiments.simulate traffic", form="its count of passes; not its accelerator",
+        figure="plans of traffic",
     ),
     System(
         "serve", "MEMO", "2407.12117", ("kvjax.planning.offload_shares.host_share",), test=CLOSED_FORMS,
         command="python -m experiments.train --config.activations=offload",
-        form="a share of the layers instead of the tokens; which share, as a plan",
+        form="a share of the layers instead of the tokens; which share, as a plan", figure="plans of activations",
     ),
     System(
         "serve", "InstInfer", "2409.04992",
         ("kvjax.planning.storage_attention.storage_bytes", "kvjax.selection.sparf"),
         test="tests/planning/test_storage_attention.py", command="python -m experiments.simulate storage",
-        form="its attention as a selection; the bytes and seconds of its drive as a plan",
+        form="its attention as a selection; the bytes and seconds of its drive as a plan", figure="plans of a drive",
     ),
     System(
         "serve", "FastSwitch", "2411.18424", ("kvjax.planning.preemption.simulate_preemption",), test=CLOSED_FORMS,
