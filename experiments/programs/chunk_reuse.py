@@ -238,11 +238,14 @@ def _measure(model: Model, request: Request, tally: Tally, method: Method, *, di
     tally.right[request.asked.kind].append(text.strip().startswith(request.asked.answer))
     if made.blended is None:
         tally.shares.append(1.0 if tally.method == "prefill" else 0.0)
-        return
-    chunked = slice(len(request.caches[0].prefix or ()), -len(request.asked.question))
-    tally.shares.append(float(made.blended.active[:, chunked].mean()))
-    if distances:
-        far = reuse.distances(model, made.blended)
+    else:
+        chunked = slice(len(request.caches[0].prefix or ()), -len(request.asked.question))
+        tally.shares.append(float(made.blended.active[:, chunked].mean()))
+    if distances and tally.method != "prefill":
+        if made.blended is None:
+            far = reuse.distances(model, made.context, chunks=request.caches)
+        else:
+            far = reuse.distances(model, made.blended)
         for name, found in tally.distances.items():
             own = np.asarray(getattr(far, name))
             # Where caches are those of the prefill, or there is one chunk, nothing is correlated.

@@ -1,35 +1,40 @@
-"""How far a blended context is from a whole prefill, and the attention of some tokens."""
+"""How far a context of reused keys and values is from a whole prefill, and the attention of some tokens."""
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.errors import InputError
+from kvjax.generation.context import Context
 from kvjax.generation.program import program
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.model import Model
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.reuse.blending import Blended
-from kvjax.reuse.cache import Text, check_chunks
-from kvjax.reuse.layerwise import LayerResult, next_logits, rotated, run_tokens
+from kvjax.reuse.cache import ChunkCache, Collected, Text, check_chunks
+from kvjax.reuse.layerwise import LayerResult, check_model, next_logits, rotated, run_tokens
+from kvjax.reuse.repairing import by_position
 from kvjax.summary import one_line
 
 Array = jax.Array
 
 
 class Distances(NamedTuple):
-    """The distances of a blended context from a whole prefill of the same tokens.
+    """The distances of a context from a whole prefill of the same tokens.
 
     Attributes:
       key: [L] float64, the norm of the difference of keys relative to that of keys (Frobenius), over all tokens.
       value: [L] float64, the same of values.
-      attention: [L] float64, the same of the attention probabilities of the question.
+      attention: [L] float64, the same of the attention probabilities of the question; empty for contexts that were not
+        blended.
       rank_correlation: [L - 2] float64, Spearman's correlation, from one layer to the next and from layer 1 on, of how
         far the values of chunks are from those of the prefill, without the first chunk: what CacheBlend rests on. Empty
-        if there is one chunk, NaN where the caches are those of the prefill.
+        if there is one chunk or the context was not blended, NaN where the caches are those of the prefill.
       agrees: whether both predict the same next token.
     """
 
@@ -43,28 +48,76 @@ class Distances(NamedTuple):
         return one_line(self)
 
 
-def distances(model: Model, blended: Blended) -> Distances:
-    """Compares a blended context with a whole prefill, which it computes.
+def distances(model: Model, made: Blended | Context, *, chunks: Sequence[ChunkCache] | None = None) -> Distances:
+    """Compares a context of reused keys and values with a whole prefill, which it computes.
 
     Args:
       model: that of the context.
-      blended: from `kvjax.reuse.blend`, or the field `blended` of what `kvjax.reuse.craft` returns.
+      made: from `kvjax.reuse.blend`, or the field `blended` of what `kvjax.reuse.craft` returns; or the context that
+        `kvjax.reuse.edit` or `kvjax.reuse.parallel` returns, of which keys and values are compared, but not attention.
+      chunks: those that `kvjax.reuse.parallel` was given, whose keys and values are compared, before rotation.
 
     Raises:
-      InputError: it is something else, or of another model.
+      InputError: it is something else, or of another model; or a context that is not of one row, under
+        `kvjax.policies.full` with exact storage.
     """
+    if isinstance(made, Blended):
+        return _of_blended(model, made)
+    if not isinstance(made, Context):
+        raise InputError(
+            "distances takes what kvjax.reuse.blend returns, the field blended of what craft returns, or a context; "
+            f"got {type(made).__name__}."
+        )
+    return _of_context(model, made, chunks)
+
+
+def _of_context(model: Model, context: Context, chunks: Sequence[ChunkCache] | None) -> Distances:
+    """Compares the keys and values of a context, or of chunks, with a whole prefill."""
+    check_model(model.config)
+    groups = context.layout.groups
+    shared = any(group.parallel is not None for group in groups)
+    plain = all(own.policy.budget is None and own.storage.exact and own.selection.reads_all for own in groups)
+    if context.text is None or len(context.text) != 1 or not plain:
+        raise InputError("distances compares contexts of one row, under policies.full with exact storage.")
+    if shared != (chunks is not None):
+        raise InputError("give chunks= for a context of kvjax.reuse.parallel, and for no other.")
+    (tokens,) = context.text
+    size = prompt_bucket(len(tokens))
+    if chunks is None:
+        key, value = by_position(context.state, config=model.config, phase=context.layout.decode, size=size)
+        compared = slice(0, len(tokens))
+    else:
+        text = Text.of(model, chunks, check_chunks(model, chunks), tokens=tokens[_held(chunks) :])
+        key, value, compared = text.key, text.value, slice(text.starts[0], _held(chunks))
+    position = np.arange(len(tokens), dtype=np.int32)
+    full = Collected()
+    run = run_tokens(
+        model, tokens, position, key, value, np.zeros(size, bool), total=int(np.asarray(context.state.total)[0]),
+        record=full.add,
+    )  # fmt: skip
+    # [L] each
+    keys, values = (
+        np.array([_relative(one[:, :, compared], two[:, :, compared]) for one, two in zip(own, other, strict=True)])
+        for own, other in ((key, full.key), (value, full.value))
+    )
+    agrees = int(np.argmax(np.asarray(context.logits)[0])) == int(np.argmax(np.asarray(next_logits(model, run))))
+    return Distances(keys, values, np.zeros(0), np.zeros(0), agrees)
+
+
+def _held(chunks: Sequence[ChunkCache]) -> int:
+    """Returns the number of tokens of chunks and of their prefix."""
+    prefix = chunks[0].prefix
+    return sum(map(len, (*([] if prefix is None else [prefix]), *chunks)))
+
+
+def _of_blended(model: Model, blended: Blended) -> Distances:
     import scipy.stats
 
-    if not isinstance(blended, Blended):
-        raise InputError(
-            f"distances takes what kvjax.reuse.blend returns, or the field blended of what craft returns; got "
-            f"{type(blended).__name__}."
-        )
     check_chunks(model, blended.chunks)
     assert blended.context.text is not None
     (tokens,) = blended.context.text
     prefix = blended.chunks[0].prefix
-    chunked = sum(map(len, (*([] if prefix is None else [prefix]), *blended.chunks)))
+    chunked = _held(blended.chunks)
     text = Text.of(model, blended.chunks, prefix, tokens=tokens[chunked:])
     total = int(np.asarray(blended.context.state.total)[0])
     # [n] each: every token but those of the prefix

@@ -39,7 +39,7 @@ def repaired(model: Model, context: Context, start: int, ratio: float) -> Contex
     (tokens,) = context.text
     last = len(tokens) - 1
     size = prompt_bucket(len(tokens))
-    keys, values = _by_position(context.state, config=model.config, phase=context.layout.decode, size=size)
+    keys, values = by_position(context.state, config=model.config, phase=context.layout.decode, size=size)
     position = np.arange(min(start, last), last, dtype=np.int32)
     count = int(np.floor(ratio * len(position) + 1e-9))
 
@@ -64,7 +64,7 @@ def repaired(model: Model, context: Context, start: int, ratio: float) -> Contex
 
 
 @program(static_argnames=("config", "phase", "size"))
-def _by_position(state: KVState, *, config: DecoderConfig, phase: Phase, size: int) -> tuple[list[Array], list[Array]]:
+def by_position(state: KVState, *, config: DecoderConfig, phase: Phase, size: int) -> tuple[list[Array], list[Array]]:
     """Returns the keys, not rotated, and the values of a full cache, [1, K, size, D] by position for each layer."""
     keys, values = [], []
     for index, (layer, groups) in enumerate(zip(arranged_state(state, ()).layers, phase, strict=True)):

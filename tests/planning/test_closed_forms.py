@@ -2,10 +2,11 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
-from kvjax import devices, policies
+from kvjax import contexts, devices, policies, reuse
 from kvjax.errors import InputError
 from kvjax.models import shapes
 from kvjax.planning import attention_traffic as traffic
@@ -13,6 +14,7 @@ from kvjax.planning import memory_layouts as layouts
 from kvjax.planning import offload_shares, preemption
 from kvjax.planning.preemption import Turn
 from kvjax.planning.serving_costs import ServedModel, serving_costs
+from tests.tiny import tiny
 
 LARGE = ServedModel(params=34_000_000_000, layers=60, heads=56, kv_heads=8, dim=128)
 SMALL = ServedModel(params=1_000_000, layers=2, heads=4, kv_heads=2, dim=8)
@@ -35,6 +37,24 @@ def plans(shared_data):
 def model_of(about):
     given = {"params": 1, "heads": about["kv_heads"]} | about
     return ServedModel(**{name: given[name] for name in ("params", "layers", "heads", "kv_heads", "dim", "width")})
+
+
+def test_bytes_of_plans_are_those_of_arrays():
+    """Of a chunk, of a context whose arrays are full, and of its forks."""
+    model = tiny().model
+    plan = ServedModel.of(model.config, width=4)
+    chunk = reuse.compute(model, np.arange(5, 17))
+    assert chunk.nbytes == plan.cache_bytes(12)
+    context = contexts.prefill(model, np.arange(5, 17), policies.full(), room=256)
+    held = [store.nbytes for layer in context.state.layers for own in layer for store in jax.tree.leaves(own.stores)]
+    assert sum(held) == plan.cache_bytes(held_slots(context)) >= plan.cache_bytes(12)
+    forked = contexts.rows(context, [0, 0, 0])
+    held = [store.nbytes for layer in forked.state.layers for own in layer for store in jax.tree.leaves(own.stores)]
+    assert sum(held) == 3 * plan.cache_bytes(held_slots(context))
+
+
+def held_slots(context):
+    return context.state.layers[0].position.shape[2]
 
 
 def test_serving(plans):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -264,6 +265,19 @@ def test_frequencies_that_depend_on_the_text_are_refused(model, scaling):
         reuse.compute(own, CHUNKS[0])
     with pytest.raises(InputError, match=f"under {scaling} RoPE"):
         reuse.edit(own, contexts.prefill(own, TEXT[:12], policies.full()), (2, 3, [1]))
+
+
+def test_learned_positions_are_refused(model):
+    config = dataclasses.replace(model.config, learned_positions=True, rope=None)
+    params = {**model.params, "position_embed": {"table": jnp.zeros((config.max_positions, config.hidden_size))}}
+    own = dataclasses.replace(model, config=config, params=params)
+    context = contexts.prefill(own, TEXT[:12], policies.full())
+    for refused in (
+        lambda: reuse.compute(own, CHUNKS[0]), lambda: reuse.edit(own, context, (2, 3, [1])),
+        lambda: reuse.distances(own, context),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match="learned positions"):
+            refused()
 
 
 def test_a_chunk_that_occurs_twice(model):

@@ -71,6 +71,8 @@ def test_an_edit_at_the_end_is_recomputation(model):
         made = reuse.edit(model, context, (16, 20, NEW))
         assert [int(each) for each in made.text[0]] == [*TEXT[:16], *NEW]
         if context.layout.keeps_all:
+            distance = reuse.distances(model, made)
+            assert distance.agrees and max(distance.key.max(), distance.value.max()) < 1e-5
             plain = contexts.prefill(model, np.concatenate([TEXT[:16], NEW]), policy, room=64)
             np.testing.assert_allclose(made.logits, plain.logits, atol=1e-4)
             for got, expected in zip(leaves_of(made), leaves_of(plain), strict=True):
@@ -95,6 +97,9 @@ def test_what_an_edit_does_not_move_it_does_not_change(model):
         np.testing.assert_allclose(value, expected[2], atol=1e-6)
         norm = np.linalg.norm(key, axis=1)
         assert (np.linalg.norm(key - expected[1], axis=1) <= (2e-6 + 2.0**-22 * position) * norm).all()
+    distance = reuse.distances(model, made)
+    assert distance.key[0] < 1e-5 and distance.value[0] < 1e-6 and (distance.value[1:] > 1e-3).all()
+    assert distance.attention.size == distance.rank_correlation.size == 0
     # It goes on, and the context that was edited is unchanged.
     assert contexts.decode(model, made, max_new_tokens=4).tokens.shape == (1, 4)
     np.testing.assert_array_equal(context.text[0], TEXT)

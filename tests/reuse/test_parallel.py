@@ -77,6 +77,14 @@ def test_the_order_of_contexts_does_not_matter(model, caches):
     np.testing.assert_allclose(made.logits, other.logits, atol=1e-5)
     answers = [contexts.decode(model, each, max_new_tokens=8) for each in (made, other)]
     np.testing.assert_array_equal(answers[0].tokens, answers[1].tokens)
+    # Keys and values of chunks are those of each after the prefix.
+    distance = reuse.distances(model, made, chunks=caches)
+    assert distance.value[0] < 1e-6 and (distance.value[1:] > 1e-3).all()
+    alone = reuse.distances(model, reuse.parallel(model, caches[:1], QUESTION, scale=1.0), chunks=caches[:1])
+    assert max(alone.key.max(), alone.value.max()) < 1e-5
+    for refused in (lambda: reuse.distances(model, made), lambda: reuse.distances(model, 3)):
+        with pytest.raises(InputError, match=r"give chunks=|distances takes"):
+            refused()
     # It is not a prefill of all of them.
     far = reuse.blend(model, caches, QUESTION, ratio=1.0).context
     assert np.abs(np.asarray(made.logits) - np.asarray(far.logits)).max() > 1e-3

@@ -71,6 +71,13 @@ def test_blend(stories, shared_data, number):
     assert far.agrees == expect["agree"]
 
 
+def test_a_chunk_that_depended_on_no_other_lacks_nothing():
+    """Where windows hide all chunks before it, their attention is 0."""
+    options = {"length": 4, "old": ["a", "b"], "lengths": {"a": 3, "b": 5, "c": 2}, "alpha": 1.0}
+    found = context_score(np.zeros((2, 3)), np.ones(3), new=["c"], **options)
+    assert found.beta == 1.0 and found.cfo == 0.0
+
+
 def test_what_a_variant_lacks(shared_data):
     count = 0
     for arguments, expect, given, _ in cases(shared_data, "craft_numbers"):
