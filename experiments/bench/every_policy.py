@@ -14,6 +14,7 @@ from kvjax.policies.traits import one_at_every_step, parameters_of
 from kvjax.training import calibration_of
 from kvjax.typing import JsonObject
 
+EVERY = 64  # slots that a round evicts, where a policy has no default
 ROTATING = ("triattention",)  # policies of models with a rotary embedding
 
 
@@ -67,6 +68,16 @@ def evicting(budget: int, learned_positions: bool) -> dict[str, Policy]:
         for name, policy in built.items()
         if one_at_every_step(policy) and not (learned_positions and (policy.positions == "cache" or name in ROTATING))
     }
+    # Compressors that evict in rounds if `every` is given, a score of another policy, and the control of scores.
+    rounds = {name: policies.by_name(name, budget=budget, every=EVERY) for name in ("lagkv", "leverage")}
+    if not learned_positions:
+        rounds |= {
+            name: policies.by_name(name, budget=budget, every=EVERY) for name in ("expected_attention", "qfilters")
+        }
+    made |= {f"{name}(every={EVERY})": policy for name, policy in rounds.items()}
+    for combine in (policies.caote, policies.critical, policies.value_aware):
+        made[f"{combine.__name__}(h2o)"] = combine(made["h2o"])
+    made["random_control"] = policies.random_control(budget)
     made["scissorhands, history 400"] = policies.scissorhands(budget=budget, history=400)
     made["value_norm(h2o)"] = policies.value_norm(made["h2o"])
     made["with_heavy_hitters(window)"] = policies.with_heavy_hitters(made["window"])

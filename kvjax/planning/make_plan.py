@@ -162,7 +162,7 @@ def plan(
     seconds = time.perf_counter() - start
 
     drafts = None
-    if spec.policy == policies.full() and spec.storage.exact and codes is None and mesh is None and device.bandwidth:
+    if spec.policy == policies.full() and spec.storage.exact and codes is None and count == 1 and device.bandwidth:
         on_host = spec.storage.on_host and device.link is not None
         drafts = plan_speculation(
             config, budget=DRAFT_SLOTS, device=device, alpha=DRAFT_CHANCE, length=prompt_length + new_tokens,

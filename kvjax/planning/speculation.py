@@ -167,7 +167,7 @@ class SpeculationPlan:
                 else ": too few drafts are accepted for what they read"
             )
         return (
-            f"Drafts of γ={costs.gamma} tokens from {costs.budget:,} slots, each accepted with a chance of "
+            f"Drafts of γ={costs.gamma} tokens from {costs.budget:,} slots, each accepted with probability "
             f"{self.alpha:g}, make {self.tokens_per_round:.3g} tokens per round and pay {pays}{why}. After "
             f"{self.length:,} tokens they are {self.speed_up:.3g} times as fast ({self.device}{where})."
         )

@@ -94,7 +94,7 @@ def sample_inverse_cdf(probs: Array, u: Array) -> Array:
 
 
 def total_variation(p: Array, q: Array) -> Array:
-    """Returns δ = Σ |p - q| / 2, [...]; `accept_ratio` accepts a draft with a chance of 1 - δ."""
+    """Returns δ = Σ |p - q| / 2, [...]; `accept_ratio` accepts a draft with probability 1 - δ."""
     return jnp.sum(jnp.abs(p - q), axis=-1) / 2
 
 

@@ -103,6 +103,16 @@ def test_table_and_dict(local):
     assert values["slots"] == [128, 128]
 
 
+def test_a_full_cache_says_from_which_length_on_drafts_pay():
+    full = plan(TINY, policies.full(), prompt_length=64, new_tokens=8, topology="h100:1", decode=False)
+    assert full.drafts is not None and full.drafts.break_even is not None
+    assert f"from {full.drafts.break_even:,} tokens" in full.table()
+    host = {"storage": storage.dense(memory="host")}
+    away = plan(TINY, policies.full(), prompt_length=64, new_tokens=8, topology="h100:1", decode=False, **host)
+    assert away.drafts.break_even < full.drafts.break_even and "the cache in host memory" in away.table()
+    assert plan(TINY, H2O, prompt_length=64, new_tokens=8, topology="h100:1", decode=False).drafts is None
+
+
 def test_prefill_is_planned_on_request():
     planned = plan(GROUPED, H2O, prompt_length=300, new_tokens=8, prefill=True, prefill_block=64)
     assert planned.prefill_total >= planned.weights + planned.cache + planned.prefill_temporaries
