@@ -12,7 +12,7 @@ from kvjax.contexts import batches
 from kvjax.errors import InputError
 from kvjax.generation.context import Span
 from kvjax.policies.merge import Anchors
-from tests.examples import policy
+from tests.examples import POLICIES, policy
 from tests.tiny import assert_same_state, kept, random_tokens, tiny
 
 TOKENS = random_tokens(3, 24, seed=3)
@@ -28,6 +28,14 @@ EVICTING = {
     "places by rank": policies.streaming_llm(8, sinks=1),
     "heads": policies.split_heads([[True, False]], policies.full(), policies.window(8)),
     "codes": kvjax.CacheSpec(policies.roco(8, guard=2), storage.int8(residual=3)),
+}
+#: Every other policy that evicts while decoding; pools need a selection, and local_only takes a turn token by token.
+EVICTING |= {
+    name: made
+    for name, made in (
+        (name, policy(name, 8)) for name in POLICIES if name not in ("fifo", "lru", "counter", "local_only")
+    )
+    if isinstance(made, policies.Evict) and made.budget is not None and made.when == "step" and name != "h2o"
 }
 
 
