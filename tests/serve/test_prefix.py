@@ -27,6 +27,7 @@ QUESTIONS = [[5, 6], [], [7], list(range(10, 30)), [5, 6]]
 SPECS = {
     "h2o-int8-host": CacheSpec(policies.h2o(0.5), storage.int8(memory="host")),
     "expected": CacheSpec(policies.expected_attention(12, sinks=1)),
+    "kvzip": CacheSpec(policies.kvzip(12, chunk=7, sinks=1)),
     "matched": CacheSpec(policies.matched(8)),
     "snapkv-quest": CacheSpec(policies.snapkv(12, window=4), selection=selection.quest(page=4, budget=12)),
 }
