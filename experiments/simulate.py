@@ -9,7 +9,7 @@ python -m experiments.simulate storage --shape=llama2-7b --topology=h100:1 --fla
 python -m experiments.simulate activations --shape=llama2-7b --topology=h100:1 --host_memory=256GB
 python -m experiments.simulate traffic --shape=llama2-7b --tokens=4096
 python -m experiments.simulate blend --shape=llama2-7b --topology=h100:1 --tokens=4096 --load_rates=5e9,1e9
-python -m experiments.simulate transfer --shape=llama2-7b --topology=h100:1 --tokens=6000 --slo=2 --trace=0:1e9,0.5:2e8
+python -m experiments.simulate transfer --shape=llama2-7b --topology=h100:1 --tokens=6000 --slo=0.08 --trace=0:3e10
 
 serving: the rows that fit, and the seconds of a prompt, a token, and an exchange with host memory.
 layouts: the bytes of a row: reserved, in pages, in virtual memory and in fixed slots; and of a trace of requests.
@@ -82,7 +82,12 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("seed", 0, "of the trace and of priorities", lower_bound=0, flag_values=values)
     flags.DEFINE_integer("tile", 128, "rows of a kernel's tile of queries", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("fast_memory", 65536, "numbers that fast memory holds", lower_bound=1, flag_values=values)
-    flags.DEFINE_list("percentiles", ["50", "99"], "of waiting times, of 50, 95, 99, 99.9", flag_values=values)
+    flags.DEFINE_list(
+        "percentiles",
+        ["50", "99"],
+        "percentiles of waiting times that are shown: 50, 95, 99 or 99.9",
+        flag_values=values,
+    )
     flags.DEFINE_list("load_rates", [], "bytes/s of further places that hold caches of chunks", flag_values=values)
     flags.DEFINE_float("slo", 1.0, "seconds in which a context must have arrived", lower_bound=0.0, flag_values=values)
     trace = "SECONDS:BYTES/S,...: the rate of the link from then on; without it, that of the device's link"

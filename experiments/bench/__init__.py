@@ -85,7 +85,7 @@ are refilled, and in batches that run until their longest answer ends: useful to
 by the host. With --shape=kvjax-tiny the model is the trained one, which another server with OpenAI's API can run too
 (llama-server, vLLM, python -m kvjax.serve): --servers=NAME=http://HOST:PORT sends it the same requests.
 prefixes: --requests of up to --context tokens and --tokens new ones in --batch rows: questions about documents, ten of
-each, behind one of five system prompts; a runner with a prefix store and one without. Useful tokens per second, the
+each, after one of five system prompts; a runner with a prefix store and one without. Useful tokens per second, the
 tokens of prompts that were found, whether answers are equal, bytes of states, and the milliseconds of a hit relative to
 those of the blocks that it saves. CPU seconds are of the whole process, which other load disturbs less.
 shared: --batch prompts that begin with the same text of --context tokens and end with different questions, and --tokens

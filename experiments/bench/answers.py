@@ -22,6 +22,7 @@ from experiments.tasks.written import Written
 from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
+from kvjax.policies import Fraction
 from kvjax.typing import JsonObject
 
 PEER = "kvpress"
@@ -57,7 +58,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
             spec = CacheSpec(specs.build_policy(PolicyConfig(name=cache, budget=values.budget)))
             found = answering.answers(model, spec, asked, rows=values.batch or ROWS, journal=Journal(None))[task]
             own = [list(answer["tokens"]) for answer in found]
-            row: JsonObject = {"cache": cache, "budget": values.budget, "task": task, "questions": len(own)}
+            row: JsonObject = {"cache": cache, "budget": values.budget, "questions": len(own)}
             row["% right, kvjax"] = float(np.mean(questions.by_question(found)))
             if peer is not None:
                 theirs = _answers_of_peer(peer, model, questions, cache, values.budget)
@@ -74,7 +75,7 @@ def _answers_of_peer(peer: PeerProcess, model: Model, questions: Written, cache:
     encode = model.tokenizer.encode
     contexts = [list(encode(item.context)) for item in questions.items]
     asked = [list(encode(item.question, bos=False)) for item in questions.items]
-    kept = [int(budget * len(context)) for context in contexts]
+    kept = [Fraction(budget).slots(len(context), 1)[0] for context in contexts]
     stop = {*model.eos_token_ids, model.tokenizer.eos_id}
     found = peer.answers(cache, contexts, asked, kept, questions.items[0].new_tokens)
     return [_before(tokens, stop) for tokens in found]

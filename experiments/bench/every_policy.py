@@ -68,7 +68,7 @@ def evicting(budget: int, learned_positions: bool) -> dict[str, Policy]:
         for name, policy in built.items()
         if one_at_every_step(policy) and not (learned_positions and (policy.positions == "cache" or name in ROTATING))
     }
-    # Compressors that evict in rounds if `every` is given, a score of another policy, and the control of scores.
+    # Compressors that evict in rounds if `every` is given, scores of another policy, and the control of scores.
     rounds = {name: policies.by_name(name, budget=budget, every=EVERY) for name in ("lagkv", "leverage")}
     if not learned_positions:
         rounds |= {
@@ -77,7 +77,7 @@ def evicting(budget: int, learned_positions: bool) -> dict[str, Policy]:
     made |= {f"{name}(every={EVERY})": policy for name, policy in rounds.items()}
     for combine in (policies.caote, policies.critical, policies.value_aware):
         made[f"{combine.__name__}(h2o)"] = combine(made["h2o"])
-    made["random_control"] = policies.random_control(budget)
+    made[f"random(every={EVERY})"] = policies.random(budget, every=EVERY)
     made["scissorhands, history 400"] = policies.scissorhands(budget=budget, history=400)
     made["value_norm(h2o)"] = policies.value_norm(made["h2o"])
     made["with_heavy_hitters(window)"] = policies.with_heavy_hitters(made["window"])

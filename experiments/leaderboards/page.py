@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.reports import plots, tables
+from kvjax.errors import ConfigError
 from kvjax.typing import JsonObject
 
 PAGE = "leaderboard.md"
@@ -88,18 +89,26 @@ def scored(row: Mapping[str, Any]) -> dict[str, float]:
     return found | {task: -float(np.mean(each["scores"])) for task, each in row["tasks"].items()}
 
 
-def with_peer(rows: Sequence[JsonObject], found: Mapping[str, Any]) -> list[JsonObject]:
+def with_peer(rows: Sequence[JsonObject], found: Mapping[str, Any], model: str) -> list[JsonObject]:
     """Returns rows with what `experiments.bench answers` says of the cells that it has.
 
     Args:
       rows: see `experiments.leaderboards.cells.row`.
       found: the JSON file of that benchmark.
+      model: that of the leaderboard.
+
+    Raises:
+      ConfigError: the answers are of another model, or of no cell.
     """
+    if found["model"] != model:
+        raise ConfigError(f"--kvpress has answers of {found['model']}, and the leaderboard is of {model}.")
     equal = {
         (each["cache"], each["budget"]): {"equal": each["answers equal"], "questions": each["questions"]}
         for each in found["answers"]
         if "answers equal" in each
     }
+    if not any((row["cache"], row["budget"]) in equal for row in rows):
+        raise ConfigError("--kvpress has answers under none of the leaderboard's caches and budgets.")
     command = f"python -m experiments.bench {found['command']}"
     return [
         row | {"peer": equal[key] | {"command": command}} if (key := (row["cache"], row["budget"])) in equal else row

@@ -38,16 +38,15 @@ PRESSES = {
     "knorm": ("KnormPress", "sdpa"),
     "tova": ("TOVAPress", "eager"),
 }
-#: kvjax's compressor -> kvpress's classes, from the outer one to the inner one, and their arguments.
+#: kvjax's compressor -> kvpress's classes, from the outer one to the inner one, and their arguments. Not among them:
+#: PyramidKVPress, which is SnapKV on short contexts, and LagKVPress, whose newest tokens tie at small budgets.
 PROMPT_PRESSES: dict[str, tuple[tuple[str, dict[str, int]], ...]] = {
     "knorm": (("KnormPress", {}),),
     "keydiff": (("KeyDiffPress", {}),),
     "snapkv(window=16)": (("SnapKVPress", {"window_size": 16}),),
     "adakv(snapkv(window=16))": (("AdaKVPress", {}), ("SnapKVPress", {"window_size": 16})),
     "chunkkv(snapkv(window=16))": (("ChunkKVPress", {"chunk_length": 10}), ("SnapKVPress", {"window_size": 16})),
-    "pyramidkv": (("PyramidKVPress", {"window_size": 32}),),
     "expected_attention": (("ExpectedAttentionPress", {}),),
-    "lagkv": (("LagKVPress", {}),),
     "cur": (("CURPress", {}),),
     "leverage": (("LeverageScorePress", {}),),
     "compactor": (("CompactorPress", {}),),

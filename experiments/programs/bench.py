@@ -1,6 +1,7 @@
 """Runs one benchmark: a table, JSON and a plot; see `experiments.bench`."""
 
 import contextlib
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,6 +114,8 @@ def start(task: str, values: flags.FlagValues, argv: Sequence[str]) -> int:
     print("\n".join(environment["products"]))
     if values.output:
         result: dict[str, Any] = {"environment": environment, "command": _command(argv), task: rows}
+        if task == "answers":
+            result["model"] = values.model or answers.MODEL
         results.write(Path(values.output), results.to_json(result))
     if values.plot:
         Path(values.plot).write_bytes(figures.draw(task, rows))
@@ -121,7 +124,9 @@ def start(task: str, values: flags.FlagValues, argv: Sequence[str]) -> int:
 
 def _command(argv: Sequence[str]) -> str:
     """Returns the arguments that another machine would be given: all but the files to write."""
-    return shlex.join(each for each in argv[1:] if not each.lstrip("-").startswith(("output=", "plot=")))
+    kept = [each for each in argv[1:] if not each.lstrip("-").startswith(("output=", "plot="))]
+    # Interpreters are of this machine.
+    return shlex.join(re.sub(r"^(--?python=[^=]*=).*", r"\1PYTHON", each) for each in kept)
 
 
 def shrink() -> None:

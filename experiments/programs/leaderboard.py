@@ -70,7 +70,7 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
     peer = None
     if values.kvpress:
         peer = results.read_json(Path(values.kvpress))
-        if not isinstance(peer, dict) or "answers" not in peer:
+        if not isinstance(peer, dict) or not {"answers", "model"} <= peer.keys():
             raise ConfigError(f"--kvpress={values.kvpress} is not a file of `python -m experiments.bench answers`.")
     if values.page:
         found = results.read_json(Path(values.page))
@@ -85,7 +85,7 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
         found = {"command": cells.command(given), "sizes": page.sizes(config), "rows": rows}
         results.write(folder / JSON_FILE, results.to_json(found))
     if peer is not None:
-        found = found | {"rows": page.with_peer(found["rows"], peer)}
+        found = found | {"rows": page.with_peer(found["rows"], peer, found["sizes"]["model"])}
         results.write(folder / JSON_FILE, results.to_json(found))
     for file, content in (page.files(found) | turns.files(found)).items():
         results.write(folder / file, content)

@@ -65,13 +65,13 @@ def _percentiles(values: flags.FlagValues) -> list[float]:
     return [known[each] for each in values.percentiles]
 
 
-def _numbers(flag: str, given: Sequence[str]) -> list[float]:
+def _numbers(flag: str, given: Sequence[str], example: str) -> list[float]:
     try:
         found = [float(each) for each in given]
     except ValueError:
         found = [math.nan]
     if not all(math.isfinite(each) and each > 0 for each in found):
-        raise ConfigError(f"--{flag}={','.join(given)} is not valid; give numbers above 0, such as 5e9,1e9.")
+        raise ConfigError(f"--{flag}={','.join(given)} is not valid; give numbers above 0, such as {example}.")
     return found
 
 
@@ -269,7 +269,7 @@ def _blend(model: ServedModel, values: flags.FlagValues) -> Rows:
         raise ConfigError(f"the FLOP/s of {device.kind} or its link to the host are unknown; name another device.")
     prefill = model.prefill_flops(values.tokens) / device.flops / model.layers
     places = {"host memory": device.link} | {
-        f"{each:.3g} bytes/s": each for each in _numbers("load_rates", values.load_rates)
+        f"{each:.3g} bytes/s": each for each in _numbers("load_rates", values.load_rates, "5e9,1e9")
     }
     rows: Rows = []
     for name, rate in places.items():
@@ -296,7 +296,9 @@ def _transfer(model: ServedModel, values: flags.FlagValues) -> Rows:
         ) from None
     counts = [min(values.chunk, values.tokens - start) for start in range(0, values.tokens, values.chunk)]
     numbers = model.layers * model.slot_bytes // model.width
-    bits = sorted(_numbers("bits", values.bits))
+    bits = sorted(_numbers("bits", values.bits, "2.5,3.6,3.9"))
+    if not bits:
+        raise ConfigError("--bits needs a number for each level, such as 2.5,3.6,3.9.")
     sizes = [[int(count * numbers * each / 8) for each in bits] for count in counts]
     recompute = [model.prefill_flops(count) / device.flops for count in counts]
     made = plan_transfer(sizes, recompute, slo=values.slo, trace=trace)

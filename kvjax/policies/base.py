@@ -63,7 +63,7 @@ class Evict(Policy):
     Attributes:
       importance: ranks the slots.
       scope: protects slots from eviction.
-      budget: slots per KV head after each step; None = all.
+      budget: slots per KV head that an eviction leaves; None = all.
       when: ``step`` evicts at every step; ``prompt_end`` once, when the prompt ends, and decoding then appends.
       merge: folds evicted pairs into others; None = they are dropped.
       positions: see `Policy`.
@@ -285,8 +285,8 @@ def evict(
     Args:
       importance: ranks the slots, e.g. `mass` or `recency`.
       scope: protects slots from eviction, e.g. ``protect_newest(64)`` or ``protect_first(4)``; None = none.
-      budget: live slots per KV head after each step. An int is a number of slots; a float in (0, 1] a fraction of each
-        row's prompt; a tuple or an array [L] has one of these per layer; None keeps every token.
+      budget: live slots per KV head that an eviction leaves. An int is a number of slots; a float in (0, 1] a fraction
+        of each row's prompt; a tuple or an array [L] has one of these per layer; None keeps every token.
       positions: ``original`` rotates keys once, to their position; ``cache`` at every step, to their rank.
       group_reduce: ``mean`` or ``max`` over the query heads that share a KV head.
       merge: folds evicted pairs into others, such as ``d2o()``; None = they are dropped. See `kvjax.policies.merge`.

@@ -35,7 +35,7 @@ HINT = "give a whole number of slots (at least 1) or a fraction of the prompt as
 
 @dataclasses.dataclass(frozen=True)
 class Budget(Restorable):
-    """The number of slots per KV head that remain after each step; a subclass for each kind.
+    """The number of slots per KV head that an eviction leaves; a subclass for each kind.
 
     Attributes:
       numberless: whether the numbers are in the state, as in compiled programs.

@@ -84,9 +84,9 @@ def _copied(params: Params) -> Params:
 def augment(model: Model, context: Context, coprocessor: Coprocessor) -> Context:
     """Appends slots that a coprocessor computes to the cache of a context (arXiv:2412.17747, section 2).
 
-    The coprocessor reads its input vectors as a block behind the context, in a copy of the cache. Its last hidden
+    The coprocessor reads its input vectors as a block after the context, in a copy of the cache. Its last hidden
     states, after the final norm, are fed to the decoder as embeddings of as many tokens, whose slots are appended. They
-    have positions and no token ids; what follows them continues behind these positions.
+    have positions and no token ids; what follows them continues after these positions.
 
     Args:
       model: that of the context.

@@ -75,7 +75,7 @@ def blend(
 
     Args:
       model: that of the chunks.
-      chunks: the caches, one after the other, all behind one prefix.
+      chunks: the caches, one after the other, all after one prefix.
       question: [n] int, what follows the chunks; at least one token.
       policy: of the cache, or its `CacheSpec` with exact storage: one that needs no attention of the tokens of chunks;
         None = `kvjax.policies.full`.
@@ -162,7 +162,7 @@ def recompute(
     room: int | None,
     options: CacheOptions,
 ) -> Blended:
-    """Runs tokens of chunks through the layers, and the question behind all.
+    """Runs tokens of chunks through the layers, and the question after all.
 
     Args:
       model: that of the chunks.

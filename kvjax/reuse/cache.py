@@ -54,7 +54,7 @@ class ChunkCache:
 
 @plain_signature
 def compute(model: Model, tokens: ArrayLike, prefix: ChunkCache | None = None) -> ChunkCache:
-    """Computes the cache of a chunk behind a prefix, or that of a prefix.
+    """Computes the cache of a chunk after a prefix, or that of a prefix.
 
     Args:
       model: without learned positions.
@@ -98,7 +98,7 @@ class Collected:
 
 
 class Text(NamedTuple):
-    """Caches of a prefix and of chunks, one after the other, and tokens behind them that have no keys and values yet.
+    """Caches of a prefix and of chunks, one after the other, and tokens after them that have no keys and values yet.
 
     Attributes:
       tokens: [T] int32, of all.
@@ -121,7 +121,7 @@ class Text(NamedTuple):
     def of(
         cls, model: Model, chunks: Sequence[ChunkCache], prefix: ChunkCache | None, tokens: np.ndarray | None = None
     ) -> "Text":
-        """Puts chunks behind a prefix, and tokens behind the chunks."""
+        """Puts chunks after a prefix, and tokens after the chunks."""
         config = model.config
         caches = [*([] if prefix is None else [prefix]), *chunks]
         ends = np.cumsum([0, *map(len, caches)])
@@ -171,7 +171,7 @@ def check_chunks(model: Model, chunks: Sequence[ChunkCache]) -> ChunkCache | Non
             raise InputError("a chunk belongs to another model; compute it with the model that reads it.")
     prefixes = [() if each.prefix is None else tuple(each.prefix.tokens.tolist()) for each in chunks]
     if len(set(prefixes)) > 1:
-        raise InputError("the chunks were computed behind different prefixes; compute them behind one.")
+        raise InputError("the chunks were computed after different prefixes; compute them after one.")
     return chunks[0].prefix
 
 

@@ -69,7 +69,6 @@ def context_score(
     present = set(new)
     if len(old):
         common = np.array([each in present for each in old])
-        # A chunk that depended on none, where windows hide all that is before it, lacks nothing.
         beta = float(inter[common].sum() / inter.sum()) if inter.any() else 1.0
     else:
         # A chunk that came first lacks all that is before it now. Other implementations of the paper say 1, and never
@@ -79,4 +78,7 @@ def context_score(
     kept = [place[each] for each in old if each in present]
     pairs = list(itertools.combinations(kept, 2))
     gamma = sum(one > two for one, two in pairs) / len(pairs) if pairs else 0.0
+    if len(old) and not inter.any():
+        # A chunk that depended on none, where windows hide all that is before it, lacks nothing in any order.
+        return ContextScore(cci, beta, gamma, 0.0)
     return ContextScore(cci, beta, gamma, min(1.0, alpha * cci * (1 - beta * (1 - gamma))))

@@ -1,4 +1,4 @@
-"""Puts a text whose keys and values are known into a cache, and feeds the question behind it as the last block."""
+"""Puts a text whose keys and values are known into a cache, and feeds the question after it as the last block."""
 
 import dataclasses
 import math

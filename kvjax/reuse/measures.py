@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.planning.limits import prompt_bucket
+from kvjax.contexts.turns import own_model
 from kvjax.errors import InputError
 from kvjax.generation.context import Context
 from kvjax.generation.program import program
@@ -62,6 +63,8 @@ def distances(model: Model, made: Blended | Context, *, chunks: Sequence[ChunkCa
         `kvjax.policies.full` with exact storage.
     """
     if isinstance(made, Blended):
+        if chunks is not None:
+            raise InputError("chunks= is for a context of kvjax.reuse.parallel; a blended context has its own.")
         return _of_blended(model, made)
     if not isinstance(made, Context):
         raise InputError(
@@ -74,11 +77,16 @@ def distances(model: Model, made: Blended | Context, *, chunks: Sequence[ChunkCa
 def _of_context(model: Model, context: Context, chunks: Sequence[ChunkCache] | None) -> Distances:
     """Compares the keys and values of a context, or of chunks, with a whole prefill."""
     check_model(model.config)
+    own_model(model, context)
     groups = context.layout.groups
     shared = any(group.parallel is not None for group in groups)
     plain = all(own.policy.budget is None and own.storage.exact and own.selection.reads_all for own in groups)
     if context.text is None or len(context.text) != 1 or not plain:
-        raise InputError("distances compares contexts of one row, under policies.full with exact storage.")
+        caches = ", ".join(dict.fromkeys(f"{own.policy.name}, {own.storage.label}" for own in groups))
+        raise InputError(
+            f"distances compares contexts of one row, under policies.full with exact storage; got {context.num_rows} "
+            f"of {caches}."
+        )
     if shared != (chunks is not None):
         raise InputError("give chunks= for a context of kvjax.reuse.parallel, and for no other.")
     (tokens,) = context.text
@@ -88,6 +96,8 @@ def _of_context(model: Model, context: Context, chunks: Sequence[ChunkCache] | N
         compared = slice(0, len(tokens))
     else:
         text = Text.of(model, chunks, check_chunks(model, chunks), tokens=tokens[_held(chunks) :])
+        if not np.array_equal(text.tokens, tokens):
+            raise InputError("chunks= are not those of the context, in their order there.")
         key, value, compared = text.key, text.value, slice(text.starts[0], _held(chunks))
     position = np.arange(len(tokens), dtype=np.int32)
     full = Collected()

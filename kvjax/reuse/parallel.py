@@ -33,7 +33,7 @@ def parallel(
     options: CacheOptions | None = None,
     **cache: Unpack[CacheKeywords],
 ) -> Context:
-    """Reads a question behind chunks that all begin at the same position (APE). Nothing of a chunk is recomputed.
+    """Reads a question after chunks that all begin at the same position (APE). Nothing of a chunk is recomputed.
 
     All later tokens attend to the chunks and to all else separately: the logits of chunks are divided by `temperature`,
     and their part has the weight exp(scale · temperature · L) for the log-sum-exp L of its logits, where that of all
@@ -42,7 +42,7 @@ def parallel(
 
     Args:
       model: that of the chunks, without sliding windows and caps of logits.
-      chunks: the caches, all behind one prefix.
+      chunks: the caches, all after one prefix.
       question: [n] int, what follows; at least one token.
       policy: see `kvjax.reuse.blend`.
       temperature: T, from 0.01 to 10.

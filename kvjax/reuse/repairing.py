@@ -1,4 +1,4 @@
-"""Recomputes a part of the tokens behind an edit, as `kvjax.reuse.blend` does with a chunk."""
+"""Recomputes a part of the tokens after an edit, as `kvjax.reuse.blend` does with a chunk."""
 
 import jax
 import jax.numpy as jnp

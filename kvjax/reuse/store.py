@@ -31,7 +31,7 @@ class VariantScores:
         self.scores: list[float] = []
 
     def compare(self, new: Sequence[Chunk], alpha: float) -> list[ContextScore]:
-        """Returns what each variant lacks behind the chunks `new`."""
+        """Returns what each variant lacks after the chunks `new`."""
         found = []
         for each in self.variants:
             lengths = {chunk: len(chunk) for chunk in each.before}
@@ -76,7 +76,7 @@ def least_of(scores: Sequence[float]) -> int:
 
 
 class ChunkStore:
-    """Caches of chunks behind one prefix, each in up to `variants` contexts, with at most `max_bytes` bytes.
+    """Caches of chunks after one prefix, each in up to `variants` contexts, with at most `max_bytes` bytes.
 
     When there is no room, the chunk that was used least recently is dropped, with all its variants.
 
@@ -123,7 +123,7 @@ class ChunkStore:
         return sum(each.nbytes for each in self._chunks.values())
 
     def get(self, tokens: ArrayLike) -> ChunkCache:
-        """Returns the cache of a chunk behind the prefix alone, which is computed if the store does not have it.
+        """Returns the cache of a chunk after the prefix alone, which is computed if the store does not have it.
 
         Args:
           tokens: [n] int.
@@ -136,10 +136,10 @@ class ChunkStore:
     def choose(
         self, tokens: ArrayLike, before: Sequence[ArrayLike], alpha: float = 1.0
     ) -> tuple[Variant, ContextScore]:
-        """Returns the variant of a chunk that needs the least repair behind others, and how much it needs.
+        """Returns the variant of a chunk that needs the least repair after others, and how much it needs.
 
         Args:
-          tokens: [n] int, the chunk. If the store does not have it, it is computed behind the prefix alone.
+          tokens: [n] int, the chunk. If the store does not have it, it is computed after the prefix alone.
           before: the chunks before it now, in their order.
           alpha: see `kvjax.reuse.craft`.
 
@@ -167,7 +167,7 @@ class ChunkStore:
         for each in variants:
             check_chunks(self.model, [each.cache])
             if _tokens(each.cache.prefix) != _tokens(self.prefix):
-                raise InputError("the variant was computed behind another prefix than that of the store.")
+                raise InputError("the variant was computed after another prefix than that of the store.")
             own = self._chunks.setdefault(each.chunk, VariantScores())
             same = [place for place, other in enumerate(own.variants) if other.before == each.before]
             if same:

@@ -21,7 +21,7 @@ ROWS = 256  # queries whose attention is computed at a time
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
-    """The cache of a chunk behind other chunks.
+    """The cache of a chunk after other chunks.
 
     Probabilities are means over query heads.
 

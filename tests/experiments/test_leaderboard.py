@@ -127,7 +127,14 @@ def test_page_of_rows():
         {"cache": "window", "budget": 0.2, "questions": 33, "answers equal": 1},
         {"cache": "full + int4", "budget": 0.1, "questions": 33},
     ]
-    compared = page.with_peer(rows[:3], {"answers": answers, "command": "answers --model=x"})
+    file = {"answers": answers, "command": "answers --model=x", "model": "x"}
+    compared = page.with_peer(rows[:3], file, "x")
+    for model, given, match in (
+        ("y", rows[:3], "answers of x, and the leaderboard is of y"),
+        ("x", rows[1:2], "under none"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            page.with_peer(given, file, model)
     text = page.files({"rows": compared, "sizes": sizes, "command": "x"})[page.PAGE]
     assert "32 of 33" in text and "1 of 33" not in text and "`python -m experiments.bench answers --model=x`" in text
     assert "No cell" in page.files({"rows": rows[3:4], "sizes": sizes, "command": "x"})[page.PAGE]

@@ -43,9 +43,20 @@ def test_a_table_and_a_file(subject, tmp_path, capsys):
     if subject == "transfer":
         *chunks, whole = made["rows"]
         assert [row["tokens"] for row in chunks] == [1500, 1500, 1096] and whole["in time"]
+        assert {row["sent as"] for row in chunks} == {"text"}, "an H100 computes them within a second"
     if subject == "activations":
         shares = [row["offloaded, %"] for row in made["rows"]]
         assert shares == sorted(shares) and 0 < shares[0] < 100
+
+
+def test_chunks_are_sent_at_levels_if_there_is_no_time_to_compute(tmp_path):
+    file = tmp_path / "made.json"
+    late = ["--tokens=3000", "--chunk=1500", "--slo=0.03", "--trace=0:2e10", "--bits=2,4"]
+    assert run("transfer", *ARGUMENTS, *late, f"--output_file={file}") == 0
+    *chunks, whole = json.loads(file.read_text())["rows"]
+    # 1,500 tokens of 32 layers, 2 * 32 * 128 numbers each: 98 MB at 2 bits of a number, 5 ms; 10 ms at 4 bits.
+    assert [row["sent as"] for row in chunks] == ["level 2", "text"] or all("level" in row["sent as"] for row in chunks)
+    assert whole["in time"] and "197 MB" in [row["bytes"] for row in chunks]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +70,8 @@ def test_a_table_and_a_file(subject, tmp_path, capsys):
         (["phases", *ARGUMENTS, "--host_memory=much"], "--host_memory='much' is not valid"),
         (["pool", *ARGUMENTS, "--percentiles=90"], "--percentiles=90 is not computed; computed: 50, 95, 99, 99.9"),
         (["blend", *ARGUMENTS, "--load_rates=fast"], "--load_rates=fast is not valid"),
+        (["transfer", *ARGUMENTS, "--bits=abc"], "--bits=abc is not valid; give numbers above 0, such as 2.5"),
+        (["transfer", *ARGUMENTS, "--bits="], "--bits needs a number for each level"),
         (["transfer", *ARGUMENTS, "--trace=1e9"], "--trace=1e9 is not valid; give SECONDS:BYTES/S"),
         (["phases", "--shape=llama2-70b", "--topology=h100:1"], "do not fit"),
         (["layouts", "--shape=llama2-70b", "--topology=h100:1"], "do not fit"),

@@ -40,7 +40,7 @@ def model_of(about):
 
 
 def test_bytes_of_plans_are_those_of_arrays():
-    """Of a chunk, of a context whose arrays are full, and of its forks."""
+    """Those of a chunk, of a context and of its forks agree with the plan."""
     model = tiny().model
     plan = ServedModel.of(model.config, width=4)
     chunk = reuse.compute(model, np.arange(5, 17))

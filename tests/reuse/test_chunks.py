@@ -166,11 +166,11 @@ def test_a_store_has_a_bound_and_variants(model):
     store.get(CHUNKS[2])  # larger than what is left: the one that was used least recently is dropped
     assert len(store) == 2 and store.nbytes <= store.max_bytes and store.get(CHUNKS[0]) is first
     store = reuse.ChunkStore(model, prefix=prefix, max_bytes=1 << 30, variants=2)
-    alone, behind, last = (
+    alone, after, last = (
         reuse.compute_variants(model, each, prefix)[-1] for each in (CHUNKS[:1], CHUNKS[1::-1], CHUNKS[::-1])
     )
-    store.add([alone, behind])
-    assert store.choose(CHUNKS[0], [CHUNKS[1]])[0] is behind
+    store.add([alone, after])
+    assert store.choose(CHUNKS[0], [CHUNKS[1]])[0] is after
     store.add([last])
     # The one that was never used is dropped.
     assert store.choose(CHUNKS[0], [])[0] is not alone

@@ -82,8 +82,16 @@ def test_the_order_of_contexts_does_not_matter(model, caches):
     assert distance.value[0] < 1e-6 and (distance.value[1:] > 1e-3).all()
     alone = reuse.distances(model, reuse.parallel(model, caches[:1], QUESTION, scale=1.0), chunks=caches[:1])
     assert max(alone.key.max(), alone.value.max()) < 1e-5
-    for refused in (lambda: reuse.distances(model, made), lambda: reuse.distances(model, 3)):
-        with pytest.raises(InputError, match=r"give chunks=|distances takes"):
+    evicted = contexts.prefill(model, PREFIX, policies.window(4))
+    for refused, match in (
+        (lambda: reuse.distances(model, made), "give chunks="),
+        (lambda: reuse.distances(model, 3), "distances takes"),
+        (lambda: reuse.distances(model, made, chunks=caches[::-1]), "are not those of the context"),
+        (lambda: reuse.distances(tiny(layers=4, seed=1).model, made, chunks=caches), "another model"),
+        (lambda: reuse.distances(model, evicted), "got 1 of window, dense"),
+        (lambda: reuse.distances(model, reuse.blend(model, caches, QUESTION), chunks=caches), "has its own"),
+    ):
+        with pytest.raises(InputError, match=match):
             refused()
     # It is not a prefill of all of them.
     far = reuse.blend(model, caches, QUESTION, ratio=1.0).context

@@ -74,8 +74,9 @@ def test_blend(stories, shared_data, number):
 def test_a_chunk_that_depended_on_no_other_lacks_nothing():
     """Where windows hide all chunks before it, their attention is 0."""
     options = {"length": 4, "old": ["a", "b"], "lengths": {"a": 3, "b": 5, "c": 2}, "alpha": 1.0}
-    found = context_score(np.zeros((2, 3)), np.ones(3), new=["c"], **options)
-    assert found.beta == 1.0 and found.cfo == 0.0
+    for new in (["c"], ["b", "a"]):
+        found = context_score(np.zeros((2, 3)), np.ones(3), new=new, **options)
+        assert found.beta == 1.0 and found.cfo == 0.0
 
 
 def test_what_a_variant_lacks(shared_data):
@@ -126,16 +127,16 @@ def test_craft(stories, shared_data):
             )
             store.add([made])
         order = arguments["order"]
-        behind = [parts[i] for i in order]
-        made = reuse.craft(store, behind, given["suffix"], alpha=arguments["alpha"])
+        after = [parts[i] for i in order]
+        made = reuse.craft(store, after, given["suffix"], alpha=arguments["alpha"])
         np.testing.assert_allclose(np.array(made.scores), expected["numbers"][order], atol=2e-5)
-        counts = [score.count(len(part)) for score, part in zip(made.scores, behind, strict=True)]
+        counts = [score.count(len(part)) for score, part in zip(made.scores, after, strict=True)]
         assert counts == list(expected["count"][order])
         assert (made.blended.active == expected["active"].astype(bool)).all()
         assert made.blended.share == pytest.approx(expect["share"])
         assert_logits(
             stories, made.blended.context, given["suffix"],
-            lambda question: reuse.craft(store, behind, question, alpha=arguments["alpha"]).blended.context,  # noqa: B023
+            lambda question: reuse.craft(store, after, question, alpha=arguments["alpha"]).blended.context,  # noqa: B023
             expected["logits"],
         )  # fmt: skip
         count += 1

@@ -25,7 +25,7 @@ TITLES = {
     "keep": ("Keep: which tokens stay", "Policies, merges, and what finds budgets for them."),
     "hold": ("Hold: in what form", "Storages."),
     "look": ("Look: which slots a query reads", "Selections."),
-    "reuse": ("Reuse: caches behind other texts", "Chunks, edits, turns, and contexts as bytes."),
+    "reuse": ("Reuse: caches after other texts", "Chunks, edits, turns, and contexts as bytes."),
     "share": ("Share: what requests have in common", "States of prompts that begin alike."),
     "serve": ("Serve: memory, devices and schedules", "Plans are closed forms and simulations; they measure nothing."),
 }
