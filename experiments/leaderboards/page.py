@@ -18,6 +18,7 @@ RESAMPLES = 2_000
 LOW, HIGH = 2.5, 97.5  # percentiles of a 95 % interval
 MAX_PERCENT = 1e5  # that is written out
 MAX_NATS = 700.0  # whose exponential is a float64
+LABELS = 16  # caches that a plot has room to name
 MIN_VALUES = 8  # rows or questions of which the bootstrap says something
 LOSS, HELD, RANK = "perplexity", "held", "mean rank"
 FOOTPRINT, READ, TIME, PEER = "footprint", "read", "time of a step", "as kvpress"
@@ -231,8 +232,16 @@ def _tick(axis: Any, values: Sequence[float]) -> None:
     axis.axes.set(**{f"{axis.axis_name}lim": (first, last)})
 
 
+def _on_front(points: Sequence[tuple[str, float, float]]) -> set[str]:
+    """Returns the names that no other point beats in both numbers, of which less is better."""
+    return {name for name, x, y in points if not any(a <= x and b <= y and (a, b) != (x, y) for _, a, b in points)}
+
+
 def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
-    """Draws perplexity, and the mean of all tasks, against the share of bytes held."""
+    """Draws perplexity, and the mean of all tasks, against the share of bytes held.
+
+    Of more than `LABELS` caches, only those on the Pareto front have a name and a color.
+    """
     panels = [("perplexity above full, %", lambda row: _percent(loss_of(row).mean()), True)]
     if any(row["tasks"] for row in rows):
         mean = lambda row: np.mean([np.mean(each["scores"]) for each in row["tasks"].values()])  # noqa: E731
@@ -242,13 +251,16 @@ def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
     for ax, (name, value, smaller) in zip(axes[0], panels, strict=True):
         plots.style(ax, name, "keys and values held, % of the full cache's", "")
         ends = []
+        points_of = [(row["cache"], _held(row), float(value(row)) * (1 if smaller else -1)) for row in rows]
+        named = set(caches) if len(caches) <= LABELS else _on_front(points_of)
         for number, cache in enumerate(caches):
             own = [row for row in rows if row["cache"] == cache]
             points = sorted((100 * _held(row), float(value(row))) for row in own)
-            color = plots.COLORS[number % len(plots.COLORS)]
+            color = plots.COLORS[number % len(plots.COLORS)] if cache in named else plots.FULL_COLOR
             x, y = zip(*points, strict=True)
             ax.plot(x, y, marker="o", markersize=3, linewidth=1, color=color, alpha=0.8)
-            ends.append((x[-1], y[-1], cache, color))
+            if cache in named:
+                ends.append((x[-1], y[-1], cache, color))
         ax.set_xscale("log")
         _tick(ax.xaxis, [100 * _held(row) for row in rows])
         if smaller:
