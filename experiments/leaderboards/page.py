@@ -232,7 +232,7 @@ def _tick(axis: Any, values: Sequence[float]) -> None:
     axis.axes.set(**{f"{axis.axis_name}lim": (first, last)})
 
 
-def _on_front(points: Sequence[tuple[str, float, float]]) -> set[str]:
+def on_front(points: Sequence[tuple[str, float, float]]) -> set[str]:
     """Returns the names that no other point beats in both numbers, of which less is better."""
     return {name for name, x, y in points if not any(a <= x and b <= y and (a, b) != (x, y) for _, a, b in points)}
 
@@ -252,7 +252,7 @@ def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
         plots.style(ax, name, "keys and values held, % of the full cache's", "")
         ends = []
         points_of = [(row["cache"], _held(row), float(value(row)) * (1 if smaller else -1)) for row in rows]
-        named = set(caches) if len(caches) <= LABELS else _on_front(points_of)
+        named = set(caches) if len(caches) <= LABELS else on_front(points_of)
         for number, cache in enumerate(caches):
             own = [row for row in rows if row["cache"] == cache]
             points = sorted((100 * _held(row), float(value(row))) for row in own)

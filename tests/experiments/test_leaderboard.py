@@ -97,6 +97,12 @@ def test_ranks_are_means_over_columns_and_ties_share():
     assert page.ranked([best, middle, worst]) == [1.0, 2.25, 2.75]
 
 
+def test_the_front_has_what_no_other_beats_in_both_numbers():
+    assert page.on_front([("a", 1, 2), ("b", 2, 1), ("c", 2, 2), ("d", 1, 2)]) == {"a", "b", "d"}
+    many = [made(f"h2o{number}", 0.1, [1.0 + number, 1.1], [100.0, 0.0], held=16 + number) for number in range(20)]
+    assert page.plot(many, {"needle(depths=5)": "needle"}).startswith(b"\x89PNG")
+
+
 def test_page_of_rows():
     rows = [
         made("h2o", 0.1, [1.2, 1.4], [100.0, 0.0]),
