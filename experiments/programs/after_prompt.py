@@ -235,6 +235,8 @@ def start(config: ExperimentConfig, values: flags.FlagValues, argv: Sequence[str
                 every = page["caches"] | {name: own}
                 page["caches"] = {each: every[each] for each in (*named, *every) if each in every}
                 results.write(folder / JSON_FILE, json.dumps(page) + "\n")
+    # Another call may compare what there is with other caches.
+    results.write(folder / JSON_FILE, json.dumps(page) + "\n")
     results.write(folder / PAGE, report(page))
     print(report(page))
     return 1 if failed else 0

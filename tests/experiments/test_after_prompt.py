@@ -81,7 +81,10 @@ def test_caches_are_scored_and_a_run_is_continued(tmp_path, capsys):
     # What was there is not measured again, and stays if it is not asked for.
     assert said.err.count("nats of full") == said.err.count("facts of full") == said.err.count("nats of " + window) == 1
     assert f"Nats per token above `{window}`, row by row:" in said.out
-    made = json.loads((tmp_path / "random_control_tiny" / "results.json").read_text())["caches"]
+    file = tmp_path / "random_control_tiny" / "results.json"
+    made = json.loads(file.read_text())["caches"]
+    assert main([*quick, "--config.policy.name=full", "--config.baselines=none", "--against=full"]) == 0
+    assert json.loads(file.read_text())["against"] == ["full"] and "nats of" not in capsys.readouterr().err
     assert list(made) == ["full", window]
     assert made["full"]["facts"] == {"passkey": [1, 1, 1]} and "facts" not in made[window]
     model = kvjax.load("kvjax-tiny", dtype="float32")

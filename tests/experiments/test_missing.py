@@ -68,7 +68,7 @@ def test_training_without_texts(run, texts, tmp_path):
 
 
 #: Tasks that have one peer.
-ALONE = {"memory": "transformers", "first_use": "transformers", "gguf": "llama.cpp"}
+ALONE = {"memory": "transformers", "first_use": "transformers", "gguf": "llama.cpp", "answers": "kvpress"}
 
 
 @pytest.mark.parametrize(

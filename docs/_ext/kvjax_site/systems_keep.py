@@ -73,7 +73,8 @@ KEEP = (
     System(
         "keep", "Elastic Cache", "2407.18121", ("kvjax.policies.anchors",), test=MERGES,
         spec=(("policy", "h2o(merge=anchors())"),),
-        form="its merge, with any policy; neither its fixed point of eviction nor images",
+        form="its merge, with any policy; `phases(snapkv(0.2), window(64))` evicts at a fixed distance from the newest "
+        "token, as its second stage does; no images",
     ),
     System(
         "keep", "FINCH", "2408.00167", ("kvjax.policies.snapkv",), test=SLOTS,
