@@ -5,8 +5,8 @@ is left out, which needs more than 25 GB of memory on this model. `leaderboard_s
 
 Paper: those of the policies; none has this model.
 Expected: experiments/measured/leaderboard/policies_smollm2.md.
-Hardware: any CPU; an hour on two cores.
-Command: python -m experiments.leaderboard --config=leaderboard_policies_smollm2 --config.texts=FILE,FILE
+Hardware: any CPU; about an hour on one core beside other work, with one text.
+Command: python -m experiments.leaderboard --config=leaderboard_policies_smollm2 --config.texts=FILE
 """
 
 from experiments.config import DataConfig, ModelConfig, TasksConfig

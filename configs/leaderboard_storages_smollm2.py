@@ -6,8 +6,8 @@ with no policy that evicts while decoding.
 
 Paper: those of the storages; none has this model.
 Expected: experiments/measured/leaderboard/storages_smollm2.md.
-Hardware: any CPU; an hour on one core.
-Command: python -m experiments.leaderboard --config=leaderboard_storages_smollm2 --config.texts=FILE,FILE
+Hardware: any CPU; about an hour on one core beside other work, with one text.
+Command: python -m experiments.leaderboard --config=leaderboard_storages_smollm2 --config.texts=FILE
 """
 
 from experiments.config import DataConfig, ModelConfig, TasksConfig

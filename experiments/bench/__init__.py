@@ -92,7 +92,8 @@ shared: --batch prompts that begin with the same text of --context tokens and en
 new tokens after each: with a copy of the text's slots in each row, and with one for all (kvjax.contexts.with_prefix).
 answers: needles in --context tokens (at least --documents questions, asked after the context is compressed to --budget)
 under compressors (--caches) of kvjax and under kvpress's presses of the same name, with the same weights: how many
-answers are equal token by token, and how many are right. kvpress runs in an environment of its own.
+answers are equal token by token, and how many are right. kvpress needs a separate environment
+(--python=kvpress=PYTHON).
 speculate: --tokens new tokens after prompts of --context tokens (of --text), plain and in rounds of --gammas drafts,
 greedy or with --temperature: accepted drafts of each place, tokens per round, rows whose tokens differ from plain
 decoding, times of a token, of a round and of its steps, the speed-up, what the times of steps and the plan of this

@@ -49,7 +49,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     (size,) = lengths(values) or [CONTEXT]
     model = kvjax.load(values.model or MODEL, dtype=values.dtype)
     task = f"needle(lengths=({size},), depths={DEPTHS}, repeats={math.ceil(values.documents / DEPTHS)})"
-    asked = answering.make(TasksConfig(names=(task,), questions=values.documents), model, 0)
+    asked = answering.make(TasksConfig(names=(task,)), model, 0)
     questions = asked[task]
     assert isinstance(questions, Written)
     rows = []

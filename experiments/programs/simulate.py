@@ -263,12 +263,18 @@ def _traffic(model: ServedModel, values: flags.FlagValues) -> Rows:
     return rows
 
 
-def _blend(model: ServedModel, values: flags.FlagValues) -> Rows:
+def _rates(values: flags.FlagValues) -> tuple[float, float]:
+    """Returns the FLOP/s of the device, and the bytes/s of its link to the host."""
     device = _device(values)
     if device.link is None or device.flops is None:
         raise ConfigError(f"the FLOP/s of {device.kind} or its link to the host are unknown; name another device.")
-    prefill = model.prefill_flops(values.tokens) / device.flops / model.layers
-    places = {"host memory": device.link} | {
+    return device.flops, device.link
+
+
+def _blend(model: ServedModel, values: flags.FlagValues) -> Rows:
+    flops, link = _rates(values)
+    prefill = model.prefill_flops(values.tokens) / flops / model.layers
+    places = {"host memory": link} | {
         f"{each:.3g} bytes/s": each for each in _numbers("load_rates", values.load_rates, "5e9,1e9")
     }
     rows: Rows = []
@@ -284,10 +290,8 @@ def _blend(model: ServedModel, values: flags.FlagValues) -> Rows:
 
 
 def _transfer(model: ServedModel, values: flags.FlagValues) -> Rows:
-    device = _device(values)
-    if device.link is None or device.flops is None:
-        raise ConfigError(f"the FLOP/s of {device.kind} or its link to the host are unknown; name another device.")
-    pairs = [each.split(":") for each in values.trace] or [["0", str(device.link)]]
+    flops, link = _rates(values)
+    pairs = [each.split(":") for each in values.trace] or [["0", str(link)]]
     try:
         trace = [(float(start), float(rate)) for start, rate in pairs]
     except ValueError:
@@ -300,7 +304,7 @@ def _transfer(model: ServedModel, values: flags.FlagValues) -> Rows:
     if not bits:
         raise ConfigError("--bits needs a number for each level, such as 2.5,3.6,3.9.")
     sizes = [[int(count * numbers * each / 8) for each in bits] for count in counts]
-    recompute = [model.prefill_flops(count) / device.flops for count in counts]
+    recompute = [model.prefill_flops(count) / flops for count in counts]
     made = plan_transfer(sizes, recompute, slo=values.slo, trace=trace)
     rows: Rows = [
         {

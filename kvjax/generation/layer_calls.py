@@ -8,7 +8,7 @@ within one program.
 SmolLM2-135M under h2o, one core of an EPYC, loops forbidden: a first prompt takes 0.8 CPU seconds instead of 10.5, and
 later ones the same time as by one program (64 tokens 112 ms for 115, 512 tokens 827 for 860).
 
-One program runs prompts in blocks of less than `MIN_BLOCK` tokens, those with a replay, behind a shared prefix or with
+One program runs prompts in blocks of less than `MIN_BLOCK` tokens, those with a replay, after a shared prefix or with
 weights in host memory, layers that share slots (`minicache`) or a budget, and models with less than
 `MIN_LAYERS_PER_KIND` layers of a kind. ``KVJAX_LAYER_LOOPS=off`` runs all prompts by one program, and
 ``KVJAX_LAYER_LOOPS=calls`` calls layers that could run as loops, too.

@@ -125,7 +125,7 @@ def calibrated(model: Model, what: Storage | Policy | CacheSpec, calibration: Ca
 
     Raises:
       StorageError: a storage that needs a calibration and has none, or one that is for another storage or model.
-      PolicyError: the same, for a policy; or a cache that rows behind a shared prefix cannot have.
+      PolicyError: the same, for a policy; or a cache that rows after a shared prefix cannot have.
     """
     if not isinstance(what, Storage):
         shared_prefix.check_rows(model.params, as_spec(what))

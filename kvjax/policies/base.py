@@ -364,18 +364,6 @@ def _resolve(needs: frozenset[str | Statistic]) -> frozenset[Statistic]:
 
 
 __all__ = [
-    "POSITIONS",
-    "Budget",
-    "Evict",
-    "Keep",
-    "Policy",
-    "View",
-    "compress",
-    "compress_or_evict",
-    "evict",
-    "factory",
-    "fixed_slots",
-    "keep",
-    "named",
-    "unprotected",
+    "POSITIONS", "Budget", "Evict", "Keep", "Policy", "View", "compress", "compress_or_evict", "evict", "factory",
+    "fixed_slots", "keep", "named", "unprotected",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Documents of a request: texts before its prompt whose caches are computed once, and used in any order.
 
-The cache of a document is computed behind the tokens that begin every such prompt, and behind nothing else
+The cache of a document is computed after the tokens that begin every such prompt, and after nothing else
 (`kvjax.reuse.compute`). A request puts the caches of its documents one after the other, recomputes a share of their
 tokens and feeds the prompt (`kvjax.reuse.blend`), which approximates a prompt that is run as a whole.
 """
@@ -45,7 +45,7 @@ class Documents:
     Attributes:
       chunks: the token ids of each document, [n] int; one after the other.
       beginning: [n] int, the tokens before all of them, such as a begin-of-text token, possibly none. Every document is
-        computed behind these, so that other ones need other caches.
+        computed after these, so that other ones need other caches.
       ratio: the share of the documents' tokens that are recomputed; see `kvjax.reuse.blend`.
       by_question: the part of these that the request's tokens choose; see there.
     """

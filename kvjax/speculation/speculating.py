@@ -57,7 +57,7 @@ def speculate(
 ) -> Generation:
     """Generates tokens after prompts with the full cache, several in one step of the model where drafts are right.
 
-    A round drafts γ tokens from fewer slots of the cache, from a small cache of its own, or with another model. The
+    A round drafts γ tokens from fewer slots of the cache, from a small separate cache, or with another model. The
     model then reads them as one block, accepts them up to the first that it would not have chosen, and adds one token
     of its choice (speculative decoding, arXiv:2211.17192; TriForce, arXiv:2404.11912). Rows accept different numbers
     and go on at their own lengths.

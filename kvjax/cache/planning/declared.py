@@ -301,7 +301,7 @@ def _check_codec(
 def _shapes(
     what: str, function: Callable[..., PyTree], arguments: tuple[PyTree, ...], lead: tuple[int, ...]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the arrays that a function says there are, behind leading dimensions."""
+    """Returns the arrays that a function says there are, after leading dimensions."""
     given = _called(what, function, arguments, CodecError)
     try:
         found = {

@@ -113,7 +113,7 @@ def step(
 
 
 def _behind(block: Block, group: Group) -> Array:
-    """Returns the difference of positions and those that tokens are rotated to, [B] int32, behind a shared prefix."""
+    """Returns the difference of positions and those that tokens are rotated to, [B] int32, after a shared prefix."""
     if group.step_implementation is not None:
         raise ConfigError("kernels for whole steps do not read a shared prefix; give implementation='xla'.")
     return -jnp.broadcast_to(block.prefix.length, block.prompt.shape)
