@@ -19,7 +19,7 @@ from kvjax.planning import programs as planning_programs
 from tests import examples
 from tests.tiny import random_tokens, random_weights, tiny
 
-LAYERS = 6
+LAYERS = layer_calls.MIN_LAYERS_PER_KIND  # of one kind
 TOKENS, LENGTHS = random_tokens(2, 30), [30, 19]
 
 SPECS = {
@@ -27,8 +27,14 @@ SPECS = {
     "h2o": CacheSpec(examples.policy("h2o")),
     "snapkv": CacheSpec(examples.policy("snapkv")),
     "infinigen": CacheSpec(policies.full(), selection=examples.chosen("infinigen")),
-    "layers differ": CacheSpec(policies.from_layer(policies.h2o(0.5), first=3)),
+    "layers differ": CacheSpec(policies.from_layer(policies.h2o(0.5), first=LAYERS)),
 }
+TWO_KINDS = ("infinigen", "layers differ")
+
+
+def tiny_model(name="h2o"):
+    """A model with as few layers as are called one after the other under a spec."""
+    return tiny(layers=2 * LAYERS if name in TWO_KINDS else LAYERS).model
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +51,7 @@ def by_one_program(function):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_results_are_those_of_one_program(name):
-    model = tiny(layers=LAYERS).model
+    model = tiny_model(name)
     layer_calls.call_layer.clear_cache()
 
     def run():
@@ -56,7 +62,7 @@ def test_results_are_those_of_one_program(name):
     assert layer_calls.call_layer._cache_size() == len(set(called.layout.prompt)) < 3
     np.testing.assert_array_equal(called.tokens, expected.tokens)
     np.testing.assert_allclose(called.logprobs, expected.logprobs, atol=2e-5)
-    for number in range(LAYERS):
+    for number in range(model.config.num_layers):
         for mine, theirs in zip(called.kept(number), expected.kept(number), strict=True):
             jax.tree.map(np.testing.assert_array_equal, mine, theirs)
     assert "layers that are alike share a program" in called.layout.explain()
@@ -65,9 +71,9 @@ def test_results_are_those_of_one_program(name):
 
 @pytest.mark.parametrize("kind", ["windows", "experts", "bfloat16"])
 def test_other_models(kind):
-    base = tiny(layers=LAYERS).model.config
+    base = tiny_model().config
     config = {
-        "windows": dataclasses.replace(base, windows=(8, None) * 3),
+        "windows": dataclasses.replace(base, num_layers=2 * LAYERS, windows=(8, None) * LAYERS),
         "experts": dataclasses.replace(base, num_experts=4, experts_per_token=2),
         "bfloat16": base,
     }[kind]
@@ -86,7 +92,7 @@ def test_other_models(kind):
 
 
 def test_scores_are_those_of_one_program():
-    model = tiny(layers=LAYERS).model
+    model = tiny_model()
 
     def run():
         return kvjax.log_likelihood(model, TOKENS, SPECS["h2o"], prompt_length=12, lengths=LENGTHS)
@@ -99,7 +105,7 @@ def test_scores_are_those_of_one_program():
 @pytest.mark.parametrize("name", ["h2o", "full, int4", "infinigen"])
 def test_blocks_are_those_of_one_program(name, monkeypatch):
     monkeypatch.setattr(layer_calls, "MIN_BLOCK", 8)
-    model = tiny(layers=LAYERS).model
+    model = tiny_model(name)
 
     def run():
         scored = kvjax.log_likelihood(model, TOKENS, SPECS[name], prompt_length=12, lengths=LENGTHS, prefill_block=8)
@@ -111,7 +117,7 @@ def test_blocks_are_those_of_one_program(name, monkeypatch):
     np.testing.assert_array_equal(called.tokens, expected.tokens)
     np.testing.assert_allclose(called.logprobs, expected.logprobs, atol=2e-5)
     np.testing.assert_allclose(scores.logprobs, expected_scores.logprobs, atol=2e-5)
-    for number in range(LAYERS):
+    for number in range(model.config.num_layers):
         for mine, theirs in zip(called.kept(number), expected.kept(number), strict=True):
             jax.tree.map(np.testing.assert_array_equal, mine, theirs)
 
@@ -119,7 +125,7 @@ def test_blocks_are_those_of_one_program(name, monkeypatch):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["h2o", "full, int4", "layers differ"])
 def test_prompts_are_reused(name):
-    model = tiny(layers=LAYERS).model
+    model = tiny_model(name)
     prompt_reuse._project.clear_cache()
 
     def run():
@@ -154,13 +160,13 @@ def test_other_prompts_are_run_by_one_program(spec, options):
 
 
 def test_a_shared_prefix_is_read_by_one_program():
-    model = tiny(layers=LAYERS).model
+    model = tiny_model()
     behind = contexts.with_prefix(model, contexts.prefill(model, TOKENS[:1, :8], policies.full()))
     assert not prefill(behind, TOKENS, policies.full(), max_new_tokens=4).layout.calls_layers
 
 
 def test_gradients_go_through_one_program():
-    model = tiny(layers=LAYERS).model
+    model = tiny_model()
     score = score_function(model, SPECS["h2o"], rows=2, prompt_length=12, length=20)
     found = jax.grad(lambda params: score.score(params, jnp.asarray(TOKENS[:, :20])).sum())(model.params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found["layer_0"]))
@@ -168,7 +174,7 @@ def test_gradients_go_through_one_program():
 
 def test_a_plan_counts_the_memory_of_its_programs(monkeypatch):
     """A prompt has the activations of one layer at a time."""
-    config = dataclasses.replace(tiny(layers=LAYERS).model.config, num_layers=12, windows=())
+    config = dataclasses.replace(tiny_model().config, num_layers=12, windows=())
     made = {}
     compile_prefill = planning_programs.compile_prefill
 
