@@ -7,9 +7,10 @@ import optax
 from absl import flags
 
 import kvjax
-from experiments import results
+from experiments import calibrate, results
 from experiments.config import DataConfig
 from experiments.runs import data
+from kvjax import training
 from kvjax.models.model import Model
 from kvjax.policies import full
 from kvjax.specs import parse
@@ -33,11 +34,14 @@ def start(values: flags.FlagValues) -> int:
         text = DataConfig(text=values.text, num_sequences=values.rows, prompt_length=width - 1, new_tokens=1)
         tokens, _, _ = data.load(text, model, seed=0)
     made = kvjax.calibrate(model, tokens, storage)
-    losses: list[float] = []
+    trained = ""
     if values.steps:
-        made, losses = train(model, storage, made, tokens, steps=values.steps, learning_rate=values.learning_rate)
+        objective = values.objective or calibrate.OWN.get(storage.name, calibrate.NEXT_TOKEN)
+        made, losses = TRAIN[objective](
+            model, storage, made, tokens, steps=values.steps, learning_rate=values.learning_rate
+        )
+        trained = f"; {len(losses)} steps took the {objective} loss from {losses[0]:.4f} to {losses[-1]:.4f}"
     made.save(output)
-    trained = f"; {len(losses)} steps took the loss from {losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
     print(f"{output}: {made.method}, {made.nbytes} bytes from {tokens.size} tokens{trained}.")
     return 0
 
@@ -85,3 +89,22 @@ def train(
         calibration, memory, value = step(calibration, memory)
         losses.append(float(value))
     return calibration.replace(method=f"{calibration.method}; trained for {steps} steps"), losses
+
+
+def reconstruct(
+    model: Model,
+    storage: Storage,
+    calibration: Calibration,
+    tokens: np.ndarray,
+    *,
+    steps: int,
+    learning_rate: float,
+) -> tuple[Calibration, list[float]]:
+    """Trains a calibration to reconstruct keys and values; see `train` and `kvjax.training.train_reconstruction`."""
+    found = training.train_reconstruction(
+        model, tokens, storage, calibration, steps=steps, learning_rate=learning_rate
+    )  # fmt: skip
+    return found.calibration, found.losses.tolist()
+
+
+TRAIN = {calibrate.RECONSTRUCTION: reconstruct, calibrate.NEXT_TOKEN: train}

@@ -98,7 +98,7 @@ def calibrate(
         layers: list[Sides] = []
 
         def of_storage() -> Iterator[Samples]:
-            for own, text in _samples(model, batch.tokens, batch.lengths, storage):
+            for own, text in layer_samples(model, batch.tokens, batch.lengths, storage):
                 layers.append(
                     {each.name: _prepared(each, text, sizes, shapes[each.name]) for each in parameters}
                 )  # fmt: skip
@@ -254,10 +254,17 @@ def fingerprint(model: Model) -> str | None:
     return found.hexdigest()[:DIGITS]
 
 
-def _samples(
+def layer_samples(
     model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Storage
 ) -> Iterator[tuple[Samples, TextSamples]]:
-    """Yields the samples of each layer; the keys and values of one layer exist at a time."""
+    """Yields the samples of each layer under full attention; the keys and values of one layer exist at a time.
+
+    Args:
+      model: from `kvjax.load`, used on its mesh; see `Model.on_mesh`.
+      tokens: [B, T] int32, rows padded at the end.
+      lengths: [B] int, the number of real tokens of each row.
+      storage: bound to the model's KV heads; keys are in its frame.
+    """
     config, dtype = model.config, model.dtype
     ids, lengths = model.place((tokens, lengths.astype(np.int32)))
     block = _block(lengths, width=tokens.shape[1], layers=config.num_layers)

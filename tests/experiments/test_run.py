@@ -380,9 +380,13 @@ def test_a_storage_is_calibrated_by_a_story_or_by_a_file(small, tmp_path):
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("held", ["low_rank(key_rank=2, value_rank=3)", "cskv(rank=4, window=4)"])
-def test_training_a_calibration(small, tmp_path, monkeypatch, held, capsys):
-    """Its loss falls, and it is saved with what was done."""
+@pytest.mark.parametrize(
+    ("held", "objective"), [
+        ("low_rank(key_rank=2, value_rank=3)", "next_token"), ("cskv(rank=4, window=4)", "reconstruction"),
+    ],
+)  # fmt: skip
+def test_training_a_calibration(small, tmp_path, monkeypatch, held, objective, capsys):
+    """The loss of the storage's own paper falls, and the calibration is saved with what was done."""
     model = session.Session().model(small)
     monkeypatch.setattr(kvjax, "load", lambda path, dtype=None: model)
     output = tmp_path / "made" / "own.safetensors"
@@ -390,7 +394,7 @@ def test_training_a_calibration(small, tmp_path, monkeypatch, held, capsys):
     with jax.numpy_dtype_promotion("standard"):
         experiments.calibrate.main(["calibrate", "--model=small", *flags])
     said = capsys.readouterr().out
-    first, last = (float(x) for x in re.findall(r"from ([\d.]+) to ([\d.]+)\.", said)[0])
+    first, last = (float(x) for x in re.findall(rf"the {objective} loss from ([\d.]+) to ([\d.]+)\.", said)[0])
     assert last < first
     assert "trained for 5 steps" in kvjax.load_calibration(output).method
     with pytest.raises(ConfigError, match="give --model=FOLDER, --storage="):
