@@ -36,13 +36,14 @@ def start(values: flags.FlagValues) -> int:
     made = kvjax.calibrate(model, tokens, storage)
     trained = ""
     if values.steps:
-        objective = values.objective or calibrate.OWN.get(storage.name, calibrate.NEXT_TOKEN)
+        name = values.storage.partition("(")[0].strip()
+        objective = values.objective or calibrate.OWN.get(name, calibrate.NEXT_TOKEN)
         made, losses = TRAIN[objective](
             model, storage, made, tokens, steps=values.steps, learning_rate=values.learning_rate
         )
-        trained = f"; {len(losses)} steps took the {objective} loss from {losses[0]:.4f} to {losses[-1]:.4f}"
+        trained = f"; {len(losses)} steps took the {objective} loss from {losses[0]:.6f} to {losses[-1]:.6f}"
     made.save(output)
-    print(f"{output}: {made.method}, {made.nbytes} bytes from {tokens.size} tokens{trained}.")
+    print(f"{output}: {made.method}, {made.nbytes} bytes from {made.text}{trained}.")
     return 0
 
 
@@ -68,7 +69,7 @@ def train(
     Returns:
       The calibration, and the mean negative log-probability of a token before each step.
     """
-    optimizer = optax.adam(learning_rate)
+    optimizer, text = optax.adam(learning_rate), calibration.text
     width = tokens.shape[1]
 
     def loss(calibration: Calibration) -> jax.Array:
@@ -88,7 +89,8 @@ def train(
     for _ in range(steps):
         calibration, memory, value = step(calibration, memory)
         losses.append(float(value))
-    return calibration.replace(method=f"{calibration.method}; trained for {steps} steps"), losses
+    trained = calibration.replace(method=f"{calibration.method}; trained for {steps} steps")
+    return trained.with_text(text), losses
 
 
 def reconstruct(

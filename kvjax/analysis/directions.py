@@ -28,6 +28,7 @@ from kvjax.models.nested import Directions, Nested
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.storage.calibration import Calibration
+from kvjax.storage.calibration_text import CalibrationText
 from kvjax.storage.low_rank import low_rank
 from kvjax.summary import one_line
 
@@ -142,6 +143,7 @@ def train_directions(
         for new, old in zip(made, calibration.layers, strict=True)
     )
     trained = calibration.replace(layers=layers, method=f"{calibration.method}; trained for {steps} steps")
+    trained = trained.with_text(CalibrationText.of(work.tokens, work.lengths))
     return TrainedDirections(trained, np.asarray(losses, np.float32))
 
 
@@ -223,7 +225,7 @@ def shortened(calibration: Calibration, ranks: Ranks) -> Calibration:
                 for name, rank in zip(SIDES, own, strict=True)
             }
         )
-    return calibration.replace(layers=tuple(layers))
+    return calibration.replace(layers=tuple(layers)).with_text(calibration.text)
 
 
 def divergence(

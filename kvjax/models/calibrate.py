@@ -33,6 +33,7 @@ from kvjax.products.quantized import dequantize, is_quantized, outputs_of
 from kvjax.storage.base import UNROTATED, Storage
 from kvjax.storage.calibration import SIDES as STORAGE_SIDES
 from kvjax.storage.calibration import Calibration, required, shapes_of, shapes_text
+from kvjax.storage.calibration_text import CalibrationText
 from kvjax.storage.dense import dense
 from kvjax.storage.side import Samples, Sides
 
@@ -112,7 +113,8 @@ def calibrate(
             made = Calibration((), "", model.config.rope)
         method = ", ".join(filter(None, [made.method, *(each.kind for each in parameters)]))
         kinds = tuple((each.name, each.kind) for each in parameters)
-        return made.replace(layers=tuple(layers), method=method, policies=kinds, model=fingerprint(model))
+        made = made.replace(layers=tuple(layers), method=method, policies=kinds, model=fingerprint(model))
+        return made.with_text(CalibrationText.of(batch.tokens, batch.lengths))
 
 
 def calibrated(model: Model, what: Storage | Policy | CacheSpec, calibration: Calibration | None) -> Model:

@@ -121,4 +121,4 @@ def train_merge(
             rows_of = (number * rows + np.arange(rows)) % len(texts)
             layers, memory, loss = step(ready.params, layers, memory, model.place(texts[rows_of]))
             losses.append(loss)
-        return TrainedGate(calibration_of(model, own, layers), np.asarray(losses, np.float32))
+        return TrainedGate(calibration_of(model, own, layers, tokens=texts), np.asarray(losses, np.float32))

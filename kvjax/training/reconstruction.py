@@ -18,6 +18,7 @@ from kvjax.parallel import distributed
 from kvjax.storage.base import Storage
 from kvjax.storage.block_codec import BlockCodec
 from kvjax.storage.calibration import Calibration, required
+from kvjax.storage.calibration_text import CalibrationText
 from kvjax.storage.codec import Codec
 from kvjax.storage.dims import EXACT, Chain
 from kvjax.storage.side import Sides, rows_of
@@ -151,9 +152,9 @@ def train_reconstruction(
             made.append({**before, **stored})
             losses.append(loss)
     method = f"{calibration.method}; trained for {steps} steps to reconstruct keys and values"
-    return TrainedCalibration(
-        calibration.replace(layers=tuple(made), method=method), np.mean(jax.device_get(losses), axis=0)
-    )  # fmt: skip
+    trained = calibration.replace(layers=tuple(made), method=method)
+    text = CalibrationText.of(batch.tokens, batch.lengths)
+    return TrainedCalibration(trained.with_text(text), np.mean(jax.device_get(losses), axis=0))
 
 
 @functools.partial(jax.jit, static_argnames=("storage", "learning_rate", "steps"))

@@ -1,4 +1,4 @@
-"""The objective of CSKV: its definition in float64, its optimum, its gradient, and the training of a model's directions."""
+"""The objective of CSKV: its definition in float64, its optimum and gradient, and the training of directions."""
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ def test_what_cannot_be_trained_is_refused():
     heads = model.config.num_kv_heads
     made = kvjax.calibrate(model, tokens, storage.cskv(4, 4))
     coded = storage.cskv(4, 4, key_codec=Channels(8, 4), value_codec=Integer(8, 4 // heads))
-    with pytest.raises(StorageError, match="no gradient passes through its keys, .* takes the same calibration"):
+    with pytest.raises(StorageError, match=r"no gradient passes through its keys, .* takes the same calibration"):
         training.train_reconstruction(model, tokens, coded, made)
     with pytest.raises(StorageError, match="int8 needs no calibration"):
         training.train_reconstruction(model, tokens, storage.int8(), made)
