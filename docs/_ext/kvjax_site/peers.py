@@ -47,7 +47,7 @@ NAMES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "kvgrad": (
         (
             KVPRESS, "KVgradPress",
-            "attention times the norms of an output and of a gradient, the largest over the replay; slots are shared by "
+            "attention times the norms of an output and a gradient, the largest over the replay; slots are shared by "
             "all heads of all layers",
         ),
     ),
