@@ -9,9 +9,9 @@ Fast KVzip; `Replayer` computes its targets), `AnswerAttention` (Locret), and fo
 `DelayedEviction` (DMS), `PromptEviction` (Attention-Gate) and `Admission` (WG-KV). `calibration_of` makes a calibration
 of trained gates, which `kvjax.policies.learned` takes. `train_gate` trains a gate on tokens, and ``python -m
 experiments.train_gate`` on text files. `fit_gate` fits a linear gate to the scores of a replay in closed form.
-`train_merge` trains the parameters of a merge (`kvjax.policies.lococo`). `train_reconstruction` trains the calibration
-of a storage to reconstruct keys and values (CSKV), the loss `reconstruction_loss`; ``python -m experiments.calibrate``
-does so on a text file.
+`train_merge` trains the parameters of a merge (`kvjax.policies.lococo`), and ``python -m experiments.train_merge`` on
+text files. `train_reconstruction` trains the calibration of a storage to reconstruct keys and values (CSKV), the loss
+`reconstruction_loss`; ``python -m experiments.calibrate`` does so on a text file.
 
 `train_predictor` trains KV prediction (`kvjax.reuse.predict`), and `train_coprocessor` cache augmentation
 (`kvjax.reuse.augment`); ``python -m experiments.train_reuse`` does so on text files.
