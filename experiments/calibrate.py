@@ -8,10 +8,11 @@ python -m experiments.run --config=matryoshka_tiny --config.model.calibration=re
 
   reconstruction  the squared error of keys and values as the storage holds them, layer by layer (CSKV,
                   arXiv:2409.10593). The model runs once. The default of cskv.
+  distillation    the divergence of the next token's distribution from that of the full model, where each step draws a
+                  rank for each head (MatryoshkaKV, arXiv:2410.14731; kvjax.analysis.train_directions). For low_rank,
+                  whose first directions are saved.
   next_token      the mean negative log-likelihood of the next token. Rows are run in blocks, so that every token reads
                   older tokens as the storage holds them. The default of all others.
-
-kvjax.analysis.train_directions has the loss of MatryoshkaKV (arXiv:2410.14731).
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from kvjax.errors import ConfigError
 
 ROWS, TOKENS = 4, 512  # rows of the sample, tokens of each
 RATE = 1e-3  # of Adam
-RECONSTRUCTION, NEXT_TOKEN = OBJECTIVES = ("reconstruction", "next_token")
+RECONSTRUCTION, DISTILLATION, NEXT_TOKEN = OBJECTIVES = ("reconstruction", "distillation", "next_token")
 OWN = {"cskv": RECONSTRUCTION}  # name of a storage -> the objective of its paper
 
 

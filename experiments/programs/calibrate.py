@@ -10,11 +10,13 @@ import kvjax
 from experiments import calibrate, results
 from experiments.config import DataConfig
 from experiments.runs import data
-from kvjax import training
+from kvjax import analysis, training
+from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 from kvjax.policies import full
 from kvjax.specs import parse
-from kvjax.storage import Calibration, Storage
+from kvjax.storage import Calibration, Storage, low_rank
+from kvjax.storage.low_rank import LowRank
 
 BLOCK = 64  # tokens of a block when training
 
@@ -109,4 +111,43 @@ def reconstruct(
     return found.calibration, found.losses.tolist()
 
 
-TRAIN = {calibrate.RECONSTRUCTION: reconstruct, calibrate.NEXT_TOKEN: train}
+def distill(
+    model: Model,
+    storage: Storage,
+    calibration: Calibration,
+    tokens: np.ndarray,
+    *,
+    steps: int,
+    learning_rate: float,
+) -> tuple[Calibration, list[float]]:
+    """Trains nested directions, and returns the first ones; see `train` and `kvjax.analysis.train_directions`.
+
+    Raises:
+      ConfigError: a storage that is not of low rank, head by head.
+    """
+    codecs = {name: codec.dims for name, codec in storage.codecs.items()}
+    key, value = codecs["key"], codecs["value"]
+    if not isinstance(key, LowRank) or not isinstance(value, LowRank):
+        raise ConfigError(
+            f"objective={calibrate.DISTILLATION} does not fit storage {storage.name}: it trains directions of single "
+            f"heads, of which any number of the first ones can be kept; give low_rank(...), or another objective."
+        )
+    config = model.config
+    whole = low_rank(config.head_dim, config.head_dim, center=key.center, basis=key.basis)
+    first = kvjax.calibrate(model, tokens, whole)
+    found = analysis.train_directions(model, tokens, first, steps=steps, learning_rate=learning_rate)
+    ranks = (
+        [
+            [own.of_layer(layer, config.num_layers).of_head(head, config.num_kv_heads).dim(config.head_dim)
+             for head in range(config.num_kv_heads)]
+            for layer in range(config.num_layers)
+        ]
+        for own in (key, value)
+    )  # fmt: skip
+    made = analysis.shortened(found.calibration, analysis.Ranks(*map(np.asarray, ranks), float(found.losses[-1])))
+    return made, found.losses.tolist()
+
+
+TRAIN = {
+    calibrate.RECONSTRUCTION: reconstruct, calibrate.DISTILLATION: distill, calibrate.NEXT_TOKEN: train,
+}  # fmt: skip
