@@ -136,15 +136,14 @@ def distill(
     whole = low_rank(config.head_dim, config.head_dim, center=key.center, basis=key.basis)
     first = kvjax.calibrate(model, tokens, whole)
     found = analysis.train_directions(model, tokens, first, steps=steps, learning_rate=learning_rate)
-    ranks = (
-        [
-            [own.of_layer(layer, config.num_layers).of_head(head, config.num_kv_heads).dim(config.head_dim)
-             for head in range(config.num_kv_heads)]
-            for layer in range(config.num_layers)
-        ]
-        for own in (key, value)
-    )  # fmt: skip
-    made = analysis.shortened(found.calibration, analysis.Ranks(*map(np.asarray, ranks), float(found.losses[-1])))
+    layers, heads = config.num_layers, config.num_kv_heads
+
+    def ranks(own: LowRank) -> np.ndarray:
+        """[L, K]."""
+        found = [[own.of_layer(layer, layers).of_head(head, heads) for head in range(heads)] for layer in range(layers)]
+        return np.array([[each.dim(config.head_dim) for each in layer] for layer in found])
+
+    made = analysis.shortened(found.calibration, analysis.Ranks(ranks(key), ranks(value), float(found.losses[-1])))
     return made, found.losses.tolist()
 
 
