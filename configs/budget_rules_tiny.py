@@ -4,7 +4,7 @@ Every cache holds 160 slots per KV head on average, a quarter of 640 tokens. The
 to layers; the others choose the two of twelve heads that keep every token, and the other ten keep 4 + 60 slots. All
 four were computed from four rows of another book; experiments/measured/notes.md has the calls.
 
-Papers: D2O (arXiv:2406.13035), ZigZagKV (2412.09036), KVzip (2505.23416), DuoAttention (2410.10819); none has this
+Paper: D2O (arXiv:2406.13035), ZigZagKV (2412.09036), KVzip (2505.23416), DuoAttention (2410.10819); none has this
 model.
 Expected: experiments/measured/notes.md.
 Hardware: any CPU; some five minutes on two cores.
