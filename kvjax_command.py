@@ -50,6 +50,7 @@ COMMANDS = {
         "train": Command("experiments.train", "train a small decoder, and export it as a Hugging Face folder"),
         "tune": Command("experiments.tune", "fine-tune a model through a cache, and measure the gap to the full cache"),
         "train-gate": Command("experiments.train_gate", "train the gate of the policy learned, at a budget"),
+        "train-merge": Command("experiments.train_merge", "train the parameters of a merge, such as lococo"),
         "train-reuse": Command(
             "experiments.train_reuse", "train KV prediction or cache augmentation, and measure both"
         ),

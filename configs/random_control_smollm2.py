@@ -16,6 +16,7 @@ SCORES = (
     "tova(share_heads=False, every=16)", "morphkv(window=16, every=16)", "lazy(every=16)", "vase(every=16)",
     "random(seed=1, every=16)", "value_aware(h2o(every=16))", "triattention(every=16)", "roco(every=16)",
     "gkv(window=8, every=16)", "value_aware(random(every=16))", "scissorhands(every=16)",
+    "rkv(lam=1.0, window=8, every=16)", "vase(large=4, every=16)",
 )  # fmt: skip
 
 

@@ -4,8 +4,15 @@ python -m experiments.calibrate --model=kvjax-tiny --storage='low_rank(key_rank=
   --output=results/kvjax-tiny-low-rank.safetensors
 python -m experiments.run --config=matryoshka_tiny --config.model.calibration=results/kvjax-tiny-low-rank.safetensors
 
-Training minimizes the loss on the sample. Its rows are run in blocks, so that every token reads older tokens as the
-storage stores them (MatryoshkaKV, arXiv:2410.14731; CSKV, arXiv:2409.10593). Directions need not stay orthogonal.
+--objective selects the loss of the training on the sample; directions need not stay orthogonal:
+
+  reconstruction  the squared error of keys and values as the storage holds them, layer by layer (CSKV,
+                  arXiv:2409.10593). The model runs once. The default of cskv.
+  distillation    the divergence of the next token's distribution from that of the full model, where each step draws a
+                  rank for each head (MatryoshkaKV, arXiv:2410.14731; kvjax.analysis.train_directions). For low_rank,
+                  whose first directions are saved.
+  next_token      the mean negative log-likelihood of the next token. Rows are run in blocks, so that every token reads
+                  older tokens as the storage holds them. The default of all others.
 """
 
 from collections.abc import Sequence
@@ -17,6 +24,8 @@ from kvjax.errors import ConfigError
 
 ROWS, TOKENS = 4, 512  # rows of the sample, tokens of each
 RATE = 1e-3  # of Adam
+RECONSTRUCTION, DISTILLATION, NEXT_TOKEN = OBJECTIVES = ("reconstruction", "distillation", "next_token")
+OWN = {"cskv": RECONSTRUCTION}  # name of a storage -> the objective of its paper
 
 
 def define(values: flags.FlagValues) -> None:
@@ -27,6 +36,10 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("rows", ROWS, "number of rows of the sample", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("tokens", TOKENS, "number of tokens of a row", lower_bound=2, flag_values=values)
     flags.DEFINE_integer("steps", 0, "number of training steps", lower_bound=0, flag_values=values)
+    flags.DEFINE_enum(
+        "objective", None, OBJECTIVES, f"the loss of the training; default: {RECONSTRUCTION} for "
+        f"{', '.join(OWN)}, {NEXT_TOKEN} for others", flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_float("learning_rate", RATE, "learning rate of Adam", lower_bound=0.0, flag_values=values)
     flags.DEFINE_string("dtype", None, "dtype of the weights", flag_values=values)
     flags.DEFINE_string("output", None, "the file to write", flag_values=values)

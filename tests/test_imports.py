@@ -49,7 +49,7 @@ def entry_points():
 
 
 def test_entry_points_are_found():
-    assert len(entry_points()) == 24 and {"experiments.run", "experiments.bench", "kvjax.serve"} <= {*entry_points()}
+    assert len(entry_points()) == 25 and {"experiments.run", "experiments.bench", "kvjax.serve"} <= {*entry_points()}
 
 
 @pytest.mark.sampled(6)

@@ -1,4 +1,6 @@
-"""The caches that the leaderboards of all policies have in common."""
+"""The caches that the leaderboards of all policies have in common; `LEFT_OUT` says why a policy is not among them."""
+
+from collections.abc import Mapping
 
 POLICIES = (
     "window",
@@ -43,3 +45,24 @@ POLICIES = (
     "value_norm(roco)",
     "by_page(h2o, page=16)",
 )
+
+#: Names of the registries of policies that no leaderboard of all policies has, and why.
+LEFT_OUT: Mapping[str, str] = {
+    "full": "it is the cache that all others are compared with",
+    "local_only": "window(sinks=0)",
+    "fifo": "window(sinks=0), as a limit of a pool",
+    "heavy_only": "h2o(recent=0)",
+    "strided": "its slots follow from positions and a stride, whatever the text; a table of H2O has it",
+    "fixed": "its slots follow from positions and a block, whatever the text; a table of H2O has it",
+    "lru": "it ranks by the slots that a selection reads; figures of InfiniGen have it",
+    "counter": "it ranks by the slots that a selection reads; figures of InfiniGen have it",
+    "learned": "its gate is trained for one model; docs/experiments.md has its figures",
+    "from_layer": "it keeps every token of the first layers, which is another number of bytes",
+    "phases": "its budget is for the tokens after the prompt; docs/evidence.md has its figures",
+    "random_control": "its budget is for the tokens after the prompt; docs/evidence.md has its figures",
+    "split_heads": "its heads are those of one model's table",
+    "duo_attention": "its heads are those of one model's table",
+    "razor_attention": "its heads are those of one model's table",
+    "split_layers": "its layers are those of one model",
+    "longgen": "some of its layers keep every token, which is another number of bytes",
+}

@@ -7,13 +7,16 @@ import optax
 from absl import flags
 
 import kvjax
-from experiments import results
+from experiments import calibrate, results
 from experiments.config import DataConfig
 from experiments.runs import data
+from kvjax import analysis, training
+from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 from kvjax.policies import full
 from kvjax.specs import parse
-from kvjax.storage import Calibration, Storage
+from kvjax.storage import Calibration, Storage, low_rank
+from kvjax.storage.low_rank import LowRank
 
 BLOCK = 64  # tokens of a block when training
 
@@ -33,12 +36,16 @@ def start(values: flags.FlagValues) -> int:
         text = DataConfig(text=values.text, num_sequences=values.rows, prompt_length=width - 1, new_tokens=1)
         tokens, _, _ = data.load(text, model, seed=0)
     made = kvjax.calibrate(model, tokens, storage)
-    losses: list[float] = []
+    trained = ""
     if values.steps:
-        made, losses = train(model, storage, made, tokens, steps=values.steps, learning_rate=values.learning_rate)
+        name = values.storage.partition("(")[0].strip()
+        objective = values.objective or calibrate.OWN.get(name, calibrate.NEXT_TOKEN)
+        made, losses = TRAIN[objective](
+            model, storage, made, tokens, steps=values.steps, learning_rate=values.learning_rate
+        )
+        trained = f"; {len(losses)} steps took the {objective} loss from {losses[0]:.6f} to {losses[-1]:.6f}"
     made.save(output)
-    trained = f"; {len(losses)} steps took the loss from {losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
-    print(f"{output}: {made.method}, {made.nbytes} bytes from {tokens.size} tokens{trained}.")
+    print(f"{output}: {made.method}, {made.nbytes} bytes from {made.text}{trained}.")
     return 0
 
 
@@ -64,7 +71,7 @@ def train(
     Returns:
       The calibration, and the mean negative log-probability of a token before each step.
     """
-    optimizer = optax.adam(learning_rate)
+    optimizer, text = optax.adam(learning_rate), calibration.text
     width = tokens.shape[1]
 
     def loss(calibration: Calibration) -> jax.Array:
@@ -84,4 +91,62 @@ def train(
     for _ in range(steps):
         calibration, memory, value = step(calibration, memory)
         losses.append(float(value))
-    return calibration.replace(method=f"{calibration.method}; trained for {steps} steps"), losses
+    trained = calibration.replace(method=f"{calibration.method}; trained for {steps} steps")
+    return trained.with_text(text), losses
+
+
+def reconstruct(
+    model: Model,
+    storage: Storage,
+    calibration: Calibration,
+    tokens: np.ndarray,
+    *,
+    steps: int,
+    learning_rate: float,
+) -> tuple[Calibration, list[float]]:
+    """Trains a calibration to reconstruct keys and values; see `train` and `kvjax.training.train_reconstruction`."""
+    found = training.train_reconstruction(
+        model, tokens, storage, calibration, steps=steps, learning_rate=learning_rate
+    )  # fmt: skip
+    return found.calibration, found.losses.tolist()
+
+
+def distill(
+    model: Model,
+    storage: Storage,
+    calibration: Calibration,
+    tokens: np.ndarray,
+    *,
+    steps: int,
+    learning_rate: float,
+) -> tuple[Calibration, list[float]]:
+    """Trains nested directions, and returns the first ones; see `train` and `kvjax.analysis.train_directions`.
+
+    Raises:
+      ConfigError: a storage that is not of low rank, head by head.
+    """
+    codecs = {name: codec.dims for name, codec in storage.codecs.items()}
+    key, value = codecs["key"], codecs["value"]
+    if not isinstance(key, LowRank) or not isinstance(value, LowRank):
+        raise ConfigError(
+            f"objective={calibrate.DISTILLATION} does not fit storage {storage.name}: it trains directions of single "
+            f"heads, of which any number of the first ones can be kept; give low_rank(...), or another objective."
+        )
+    config = model.config
+    whole = low_rank(config.head_dim, config.head_dim, center=key.center, basis=key.basis)
+    first = kvjax.calibrate(model, tokens, whole)
+    found = analysis.train_directions(model, tokens, first, steps=steps, learning_rate=learning_rate)
+    layers, heads = config.num_layers, config.num_kv_heads
+
+    def ranks(own: LowRank) -> np.ndarray:
+        """[L, K]."""
+        found = [[own.of_layer(layer, layers).of_head(head, heads) for head in range(heads)] for layer in range(layers)]
+        return np.array([[each.dim(config.head_dim) for each in layer] for layer in found])
+
+    made = analysis.shortened(found.calibration, analysis.Ranks(ranks(key), ranks(value), float(found.losses[-1])))
+    return made, found.losses.tolist()
+
+
+TRAIN = {
+    calibrate.RECONSTRUCTION: reconstruct, calibrate.DISTILLATION: distill, calibrate.NEXT_TOKEN: train,
+}  # fmt: skip

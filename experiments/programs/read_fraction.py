@@ -62,9 +62,9 @@ def _shadowkv(slots: int, model: Model, _: Sizes) -> CacheSpec:
 
 def _prompt_pages(slots: int, sizes: Sizes, **prompt: Any) -> CacheSpec:
     """Quest's pages, of at least what is always read of a prompt."""
-    look = selection.quest(
-        sizes.page, max(slots, LEAST), first_layer=FIRST, query_block=max(sizes.queries, sizes.page), **prompt
-    )  # fmt: skip
+    if prompt:
+        prompt["query_block"] = max(sizes.queries, sizes.page)
+    look = selection.quest(sizes.page, max(slots, LEAST), first_layer=FIRST, **prompt)
     return CacheSpec(policies.full(), selection=look)
 
 

@@ -18,13 +18,12 @@ from experiments import fields, results
 from experiments.config import ExperimentConfig, ModelConfig
 from experiments.programs.train import METRICS, Log, removed_if_unused
 from experiments.programs.tune import INPUTS, State, check_same_past, optimizer_of, run_steps
-from experiments.reports import tables
 from experiments.runs import identity, machine
 from experiments.runs.session import Session, describe
 from experiments.tasks import score
 from experiments.training import checkpoints
 from experiments.training.config import files
-from experiments.tuning import gate_config, least_squares, windows
+from experiments.tuning import comparison, gate_config, least_squares, windows
 from experiments.tuning.gate_config import TrainGateConfig, check
 from kvjax import policies, training
 from kvjax.models.model import Model
@@ -146,7 +145,7 @@ def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, wr
         f"tokens and {config.evaluation.new_tokens} scored ones, under a budget of {config.keep.budget}.",
         f"On {environment['device']} ({environment['cpu']}); jax {environment['jax']}.",
     ]
-    print(f"\n{_report(folder, config, final, about, command)}\n", flush=True)
+    print(f"\n{comparison.write(folder, config.name, final, about, command)}\n", flush=True)
     return folder
 
 
@@ -258,32 +257,12 @@ def _nats(
     model: Model, policy: Policy, tokens: np.ndarray, config: TrainGateConfig, calibration: kvjax.Calibration | None
 ) -> list[float]:
     """Returns the mean negative log-likelihood per token after each prompt, in nats."""
-    prompt = config.windows.prompt_length
+    shape = config.windows
     # A compressor of prompts is compared where all policies evict when the prompt ends.
-    block = None if config.objective == gate_config.PROMPT else config.windows.prefill_block
-    exact = "highest" if model.dtype == jnp.float32 else None
-    with jax.default_matmul_precision(exact):
-        found = kvjax.log_likelihood(
-            model, tokens, policy, prompt_length=prompt, prefill_block=block,
-            calibration=calibration,
-        )  # fmt: skip
-    return [float(x) for x in -np.asarray(found.logprobs)[:, prompt - 1 :].mean(axis=1, dtype=np.float64)]
-
-
-def _report(folder: Path, config: TrainGateConfig, found: JsonObject, about: Sequence[str], command: str) -> str:
-    """Writes results.json and report.md, and returns the table."""
-    means = {name: float(np.mean(nats)) for name, nats in found.items()}
-    rows = [
-        {"policy": name, "nats per token": f"{x:.4f}", "perplexity": f"{math.exp(x):.3f}",
-         "nats above full": f"{x - means['full']:.4f}"}
-        for name, x in means.items()
-    ]  # fmt: skip
-    results.write(
-        folder / "results.json", results.to_json({"name": config.name, "nats": means, "nats_by_window": found})
+    block = None if config.objective == gate_config.PROMPT else shape.prefill_block
+    return comparison.nats(
+        model, policy, tokens, prompt_length=shape.prompt_length, prefill_block=block, calibration=calibration
     )
-    shown = tables.markdown(config.name, [*about, *([f"`{command}`"] if command else [])], rows)
-    results.write(folder / "report.md", shown)
-    return tables.table(rows)
 
 
 def _say(text: str) -> None:

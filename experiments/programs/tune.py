@@ -29,6 +29,7 @@ from experiments.training.config import files
 from experiments.tuning import evaluate, parameters, report, windows
 from experiments.tuning.config import SPEC, TuneConfig, check, experiment, past
 from experiments.tuning.gate_config import TrainGateConfig
+from experiments.tuning.merge_config import TrainMergeConfig
 from kvjax.cache import CacheSpec
 from kvjax.checkpoint.huggingface import save
 from kvjax.errors import ConfigError, KvjaxError
@@ -164,7 +165,7 @@ def _tune(config: TuneConfig, command: str, progress: bool | None, writers: Sequ
     return folder
 
 
-def optimizer_of(config: TuneConfig | TrainGateConfig) -> optax.GradientTransformation:
+def optimizer_of(config: TuneConfig | TrainGateConfig | TrainMergeConfig) -> optax.GradientTransformation:
     """Returns AdamW after clipping by the global norm; its rate warms up linearly and falls to 0 as a cosine."""
     settings = config.optimizer
     rate = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, settings.warmup_steps, config.steps)
@@ -191,7 +192,7 @@ def make_step(config: TuneConfig, function: ScoreFunction, optimizer: optax.Grad
 
 
 def run_steps(
-    config: TuneConfig | TrainGateConfig,
+    config: TuneConfig | TrainGateConfig | TrainMergeConfig,
     step_of: Step,
     state: State,
     model: Model,
@@ -235,7 +236,8 @@ def run_steps(
             if in_log:
                 print(f"step {done} of {config.steps}: loss {values['total']:.3f}, tok/s {speed}", file=sys.stderr)
         bar.update()
-        if evaluate is not None and isinstance(config, TrainGateConfig) and (done % config.evaluate_every == 0 or last):
+        every = config.steps if isinstance(config, TuneConfig) else config.evaluate_every
+        if evaluate is not None and (done % every == 0 or last):
             began = time.perf_counter()
             evaluate(done, state)
             since += time.perf_counter() - began
@@ -309,7 +311,9 @@ def _check_gradient(step_of: Any, arguments: tuple[Any, ...], spec: CacheSpec) -
         ) from error
 
 
-def check_same_past(config: TuneConfig | TrainGateConfig, folder: Path, step: int, inputs: JsonObject) -> None:
+def check_same_past(
+    config: TuneConfig | TrainGateConfig | TrainMergeConfig, folder: Path, step: int, inputs: JsonObject
+) -> None:
     """Checks that a continued run has the settings, texts and weights that it began with.
 
     Raises:

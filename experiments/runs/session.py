@@ -84,7 +84,7 @@ class Outcome:
 
 
 def describe(model: Model, config: ModelConfig) -> str:
-    """One line about a model; says so if its weights are random."""
+    """One line about a model and its calibration; says so if its weights are random."""
     decoder = model.config
     dtype = model.dtype
     size = f"{parameter_count(decoder) / 1e6:,.1f}M parameters"
@@ -98,7 +98,16 @@ def describe(model: Model, config: ModelConfig) -> str:
             f"{model_name(config)} decoder ({shape}). Its speed and memory are real; its perplexity and its text are "
             "not."
         )
-    return f"{config.path}: {decoder.family}, {shape}."
+    return f"{config.path}: {decoder.family}, {shape}.{_of_calibration(config)}"
+
+
+def _of_calibration(config: ModelConfig) -> str:
+    """Says what the file of a calibration was made from; nothing without a file."""
+    given = given_calibration(config)
+    if given is None:
+        return ""
+    source = "not known" if given.text is None else str(given.text)
+    return f" Calibration {config.calibration}: {given.method}; its text: {source}."
 
 
 class Session:

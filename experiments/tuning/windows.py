@@ -12,6 +12,7 @@ from experiments.training.corpus import read
 from experiments.tuning import recall_windows
 from experiments.tuning.config import TuneConfig
 from experiments.tuning.gate_config import TrainGateConfig
+from experiments.tuning.merge_config import TrainMergeConfig
 from experiments.tuning.recall_windows import RecallWindows
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
@@ -71,7 +72,7 @@ class Windows:
         return np.stack([np.concatenate([opening, body]) for body in bodies]).astype(np.int32)
 
 
-def load(config: TuneConfig | TrainGateConfig, model: Model) -> Windows:
+def load(config: TuneConfig | TrainGateConfig | TrainMergeConfig, model: Model) -> Windows:
     """Reads and encodes the texts of a run.
 
     Raises:
@@ -115,7 +116,7 @@ def load(config: TuneConfig | TrainGateConfig, model: Model) -> Windows:
     return dataclasses.replace(made, recall=recall, batches=config.batches)
 
 
-def checksums(config: TuneConfig | TrainGateConfig) -> dict[str, str]:
+def checksums(config: TuneConfig | TrainGateConfig | TrainMergeConfig) -> dict[str, str]:
     """Returns the SHA-256 of every text, training and held out, by its file's name."""
     return {path.name: _checksum(path) for paths in files(config) for path in paths}
 

@@ -28,6 +28,7 @@ from kvjax.models.nested import Directions, Nested
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.storage.calibration import Calibration
+from kvjax.storage.calibration_text import CalibrationText
 from kvjax.storage.low_rank import low_rank
 from kvjax.summary import one_line
 
@@ -142,6 +143,7 @@ def train_directions(
         for new, old in zip(made, calibration.layers, strict=True)
     )
     trained = calibration.replace(layers=layers, method=f"{calibration.method}; trained for {steps} steps")
+    trained = trained.with_text(CalibrationText.of(work.tokens, work.lengths))
     return TrainedDirections(trained, np.asarray(losses, np.float32))
 
 
@@ -223,7 +225,7 @@ def shortened(calibration: Calibration, ranks: Ranks) -> Calibration:
                 for name, rank in zip(SIDES, own, strict=True)
             }
         )
-    return calibration.replace(layers=tuple(layers))
+    return calibration.replace(layers=tuple(layers)).with_text(calibration.text)
 
 
 def divergence(
@@ -324,11 +326,14 @@ def _turned(
     sides: Sequence[dict[str, dict[str, Array]]], turn: Sequence[dict[str, Array]]
 ) -> list[dict[str, dict[str, Array]]]:
     """Returns the directions rotated by Cayley's map of P - Pᵀ, [K, D, D] for each layer and side."""
+    # [L · 2, K, D, D]. One solution for all: several at once, of 64 directions, wait for each other forever on two
+    # cores (jaxlib 0.10.2).
+    free = jnp.stack([own[name] for own in turn for name in SIDES])
+    skew = free - jnp.swapaxes(free, -1, -2)
+    one = jnp.broadcast_to(jnp.eye(free.shape[-1], dtype=free.dtype), free.shape)
+    cayley = iter(jnp.linalg.solve(one + skew, one - skew))
 
-    def of_side(side: dict[str, Array], free: Array) -> dict[str, Array]:
-        skew = free - jnp.swapaxes(free, -1, -2)
-        one = jnp.eye(free.shape[-1], dtype=free.dtype)
-        cayley = jnp.linalg.solve(one + skew, one - skew)
-        return {**side, "basis": jnp.einsum("kde,ker->kdr", side["basis"], cayley, precision=jax.lax.Precision.HIGHEST)}
+    def of_side(side: dict[str, Array], turned: Array) -> dict[str, Array]:
+        return {**side, "basis": jnp.einsum("kde,ker->kdr", side["basis"], turned, precision=jax.lax.Precision.HIGHEST)}
 
-    return [{name: of_side(layer[name], own[name]) for name in SIDES} for layer, own in zip(sides, turn, strict=True)]
+    return [{name: of_side(layer[name], next(cayley)) for name in SIDES} for layer in sides]

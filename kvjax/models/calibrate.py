@@ -33,6 +33,7 @@ from kvjax.products.quantized import dequantize, is_quantized, outputs_of
 from kvjax.storage.base import UNROTATED, Storage
 from kvjax.storage.calibration import SIDES as STORAGE_SIDES
 from kvjax.storage.calibration import Calibration, required, shapes_of, shapes_text
+from kvjax.storage.calibration_text import CalibrationText
 from kvjax.storage.dense import dense
 from kvjax.storage.side import Samples, Sides
 
@@ -98,7 +99,7 @@ def calibrate(
         layers: list[Sides] = []
 
         def of_storage() -> Iterator[Samples]:
-            for own, text in _samples(model, batch.tokens, batch.lengths, storage):
+            for own, text in layer_samples(model, batch.tokens, batch.lengths, storage):
                 layers.append(
                     {each.name: _prepared(each, text, sizes, shapes[each.name]) for each in parameters}
                 )  # fmt: skip
@@ -112,7 +113,8 @@ def calibrate(
             made = Calibration((), "", model.config.rope)
         method = ", ".join(filter(None, [made.method, *(each.kind for each in parameters)]))
         kinds = tuple((each.name, each.kind) for each in parameters)
-        return made.replace(layers=tuple(layers), method=method, policies=kinds, model=fingerprint(model))
+        made = made.replace(layers=tuple(layers), method=method, policies=kinds, model=fingerprint(model))
+        return made.with_text(CalibrationText.of(batch.tokens, batch.lengths))
 
 
 def calibrated(model: Model, what: Storage | Policy | CacheSpec, calibration: Calibration | None) -> Model:
@@ -254,10 +256,17 @@ def fingerprint(model: Model) -> str | None:
     return found.hexdigest()[:DIGITS]
 
 
-def _samples(
+def layer_samples(
     model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Storage
 ) -> Iterator[tuple[Samples, TextSamples]]:
-    """Yields the samples of each layer; the keys and values of one layer exist at a time."""
+    """Yields the samples of each layer under full attention; the keys and values of one layer exist at a time.
+
+    Args:
+      model: from `kvjax.load`, used on its mesh; see `Model.on_mesh`.
+      tokens: [B, T] int32, rows padded at the end.
+      lengths: [B] int, the number of real tokens of each row.
+      storage: bound to the model's KV heads; keys are in its frame.
+    """
     config, dtype = model.config, model.dtype
     ids, lengths = model.place((tokens, lengths.astype(np.int32)))
     block = _block(lengths, width=tokens.shape[1], layers=config.num_layers)

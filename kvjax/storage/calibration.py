@@ -20,6 +20,7 @@ from safetensors.flax import save_file
 from kvjax.errors import StorageError
 from kvjax.numerics.rope import Rope
 from kvjax.storage.base import Codec, Storage
+from kvjax.storage.calibration_text import CalibrationText
 from kvjax.storage.side import CALIBRATION, Samples, Sides
 from kvjax.summary import one_line
 from kvjax.typing import JsonObject, PyTree
@@ -28,6 +29,7 @@ Array = jax.Array
 Expected = dict[str, dict[str, tuple[tuple[int, ...], str]]]  # name -> part -> shape and dtype
 
 FORMAT = "kvjax calibration 2"
+TEXT = "_text"  # the attribute of `Calibration.text`
 PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"
 FILE = "gate.safetensors"  # of a trained gate that kvjax contains, in a folder of its name
 SIDES = ("key", "value")  # names of the parts of a storage's calibration
@@ -36,7 +38,9 @@ SIDES = ("key", "value")  # names of the parts of a storage's calibration
 class Calibration(flax.struct.PyTreeNode):
     """The parts that keys and values of each layer share; `kvjax.calibrate` makes one.
 
-    It is a pytree whose leaves are its arrays, so that gradients reach them and `optax` updates them.
+    It is a pytree whose leaves are its arrays, so that gradients reach them and `optax` updates them. `text` is no part
+    of the pytree: calibrations of two texts have the same structure, and the results of `jax.tree.map`, of functions
+    that jax traces and of `replace` have no text.
 
     Attributes:
       layers: for each layer, {"key": {part: [K, *shape]}, "value": {...}} of a storage, and {name: {part: ...}} of
@@ -54,6 +58,19 @@ class Calibration(flax.struct.PyTreeNode):
     model: str | None = flax.struct.field(pytree_node=False, default=None)
     kind: str | None = flax.struct.field(pytree_node=False, default=None)
     policies: tuple[tuple[str, str], ...] = flax.struct.field(pytree_node=False, default=())
+
+    @property
+    def text(self) -> CalibrationText | None:
+        """The tokens that the arrays were made from, or last trained on; None = not known."""
+        found: CalibrationText | None = vars(self).get(TEXT)
+        return found
+
+    def with_text(self, text: CalibrationText | None) -> "Calibration":
+        """Returns the calibration with another `text`."""
+        made: Calibration = self.replace()
+        # Fields of the class would be leaves of the pytree, or part of its structure.
+        object.__setattr__(made, TEXT, text)
+        return made
 
     def __repr__(self) -> str:
         return one_line(self)
@@ -120,6 +137,7 @@ class Calibration(flax.struct.PyTreeNode):
         shapes = {name: list(x.shape) for name, x in _named(self.layers).items()}
         about["shapes"] = json.dumps(shapes, sort_keys=True)
         about |= {"policies": json.dumps(self.policies)} if self.policies else {}
+        about |= {} if self.text is None else {"tokens": str(self.text.tokens), "tokens_hash": self.text.hash}
         return about | {name: x for name in ("model", "kind") if (x := getattr(self, name)) is not None}
 
     @property
@@ -128,7 +146,10 @@ class Calibration(flax.struct.PyTreeNode):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.layers))
 
     def save(self, path: str | Path) -> None:
-        """Saves it as a safetensors file, with method, shapes, rotary embedding, hash and the model's fingerprint.
+        """Saves it as a safetensors file.
+
+        The metadata are the method, shapes, the rotary embedding, the model's fingerprint, the number and the hash of
+        the tokens (`text`), and a hash of all.
 
         Args:
           path: of the file; it is replaced if it exists.
@@ -292,6 +313,8 @@ def load_calibration(path: str | Path) -> Calibration:
             _layers(tensors), about["method"], _rope(about["rope"]), about.get("model"), about.get("kind"),
             tuple((str(name), str(kind)) for name, kind in json.loads(about.get("policies", "[]"))),
         )  # fmt: skip
+        if "tokens" in about:
+            made = made.with_text(CalibrationText(int(about["tokens"]), about["tokens_hash"]))
         shapes = {name: list(x.shape) for name, x in tensors.items()}
         if shapes != json.loads(about["shapes"]):
             raise StorageError(f"calibration {path}: its arrays have shapes {shapes}, its header {about['shapes']}.")

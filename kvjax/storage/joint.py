@@ -271,8 +271,9 @@ def cskv(
 
     Keys are compressed as they are before RoPE, expanded, and rotated to their positions in each step. The newest
     tokens are exact until a window of them is full. The directions are those of the projections, scaled by their
-    inputs, from a calibration (`kvjax.calibrate`), of which gradients reach the arrays. Under a policy that evicts
-    while decoding, tokens are compressed one by one when they are no longer among the newest `window`.
+    inputs, from a calibration (`kvjax.calibrate`), of which gradients reach the arrays; the paper trains them to
+    reconstruct keys and values (`kvjax.training.train_reconstruction`). Under a policy that evicts while decoding,
+    tokens are compressed one by one when they are no longer among the newest `window`.
 
     Args:
       rank: numbers of a latent of keys, or a tuple with one for each layer.

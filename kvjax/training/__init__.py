@@ -9,7 +9,9 @@ Fast KVzip; `Replayer` computes its targets), `AnswerAttention` (Locret), and fo
 `DelayedEviction` (DMS), `PromptEviction` (Attention-Gate) and `Admission` (WG-KV). `calibration_of` makes a calibration
 of trained gates, which `kvjax.policies.learned` takes. `train_gate` trains a gate on tokens, and ``python -m
 experiments.train_gate`` on text files. `fit_gate` fits a linear gate to the scores of a replay in closed form.
-`train_merge` trains the parameters of a merge (`kvjax.policies.lococo`).
+`train_merge` trains the parameters of a merge (`kvjax.policies.lococo`), and ``python -m experiments.train_merge`` on
+text files. `train_reconstruction` trains the calibration of a storage to reconstruct keys and values (CSKV), the loss
+`reconstruction_loss`; ``python -m experiments.calibrate`` does so on a text file.
 
 `train_predictor` trains KV prediction (`kvjax.reuse.predict`), and `train_coprocessor` cache augmentation
 (`kvjax.reuse.augment`); ``python -m experiments.train_reuse`` does so on text files.
@@ -27,6 +29,7 @@ from kvjax.training.objectives import (
     ReplayedScore,
 )
 from kvjax.training.prediction import PredictionLosses, TrainedPredictor, prediction_losses, train_predictor
+from kvjax.training.reconstruction import TrainedCalibration, reconstruction_loss, train_reconstruction
 from kvjax.training.replayed import Replayer
 from kvjax.training.retention import (
     Retention,
@@ -43,7 +46,8 @@ from kvjax.training.train import TrainedGate, train_gate
 __all__ = [
     "Admission", "AnswerAttention", "DelayedEviction", "Distillation", "Examples", "FittedGate", "GatedAttention",
     "NextToken", "Objective", "PredictionLosses", "Progress", "PromptEviction", "ReplayedScore", "Replayer",
-    "Retention", "Setup", "TrainedCoprocessor", "TrainedGate", "TrainedPredictor", "calibration_of", "decayed_weights",
-    "fit_gate", "gated_weights", "masked_weights", "nats_ahead", "prediction_losses", "soft_gates", "train_coprocessor",
-    "train_gate", "train_merge", "train_predictor", "visible",
+    "Retention", "Setup", "TrainedCalibration", "TrainedCoprocessor", "TrainedGate", "TrainedPredictor",
+    "calibration_of", "decayed_weights", "fit_gate", "gated_weights", "masked_weights", "nats_ahead",
+    "prediction_losses", "reconstruction_loss", "soft_gates", "train_coprocessor", "train_gate", "train_merge",
+    "train_predictor", "train_reconstruction", "visible",
 ]  # fmt: skip

@@ -212,7 +212,8 @@ def fit_gate(model: Model, gate: Gate, tokens: ArrayLike, *, objective: Replayed
             use = validates(number)
             sums[use] = own if sums[use] is None else added(sums[use], own)
         found = fit(*sums)
-        return FittedGate(calibration_of(model, gate, jax.tree.map(jnp.asarray, found.gates)), found.ridge, found.loss)
+        made = calibration_of(model, gate, jax.tree.map(jnp.asarray, found.gates), tokens=texts)
+        return FittedGate(made, found.ridge, found.loss)
 
 
 def added(one: Sequence[Moments], two: Sequence[Moments]) -> list[Moments]:

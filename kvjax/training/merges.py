@@ -1,4 +1,7 @@
-"""Trains the parameters of a merge, such as `kvjax.policies.lococo`, on tokens in memory."""
+"""Trains the parameters of a merge, such as `kvjax.policies.lococo`, on tokens in memory.
+
+``python -m experiments.train_merge`` reads files and resumes.
+"""
 
 from typing import Any
 
@@ -19,6 +22,7 @@ from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
+from kvjax.policies.parameters import Parameters
 from kvjax.policies.traits import merge_parameters_of
 from kvjax.training.setup import Gates, calibration_of
 from kvjax.training.train import TrainedGate, optimizer_of
@@ -41,6 +45,37 @@ def with_layers(params: Params, name: str, layers: Gates) -> Params:
         attention = {**attention, POLICY: {**attention.get(POLICY, {}), name: own}}
         made[f"layer_{index}"] = {**layer, "attention": attention}
     return made
+
+
+def merge_parameters(policy: Policy) -> Parameters:
+    """Returns the description of the parameters of a policy's merge.
+
+    Raises:
+      PolicyError: a policy without a merge that has parameters.
+    """
+    found = merge_parameters_of(policy)
+    if len(found) != 1:
+        raise PolicyError(
+            f"policy {policy.name} has no merge with parameters; give one such as "
+            "kvjax.policies.h2o(256, every=32, merge=kvjax.policies.lococo(128))."
+        )
+    return found[0]
+
+
+def initial_merge(model: Model, policy: Policy, seed: int = 0) -> list[dict[str, Array]]:
+    """Returns the parameters of each layer's merge before training, [K or 1, ...] float32 each.
+
+    Args:
+      model: from `kvjax.load`.
+      policy: with a merge that has parameters.
+      seed: the random seed.
+
+    Raises:
+      PolicyError: a policy without such a merge.
+    """
+    own: Any = merge_parameters(policy)
+    keys = jax.random.split(jax.random.key(seed), model.config.num_layers)
+    return [own.initial(key, model_sizes(model.config)) for key in keys]
 
 
 def train_merge(
@@ -84,18 +119,11 @@ def train_merge(
 
     distributed.check_alone(model.params, "kvjax.training.train_merge")
     shared_prefix.refuse(model.params, "kvjax.training.train_merge")
-    found = merge_parameters_of(policy)
-    if len(found) != 1:
-        raise PolicyError(
-            f"policy {policy.name} has no merge with parameters; give one such as "
-            "kvjax.policies.h2o(256, every=32, merge=kvjax.policies.lococo(128))."
-        )
-    (own,) = found
+    own = merge_parameters(policy)
     steps, rows = (count_argument(*each, minimum=1) for each in (("steps", steps), ("rows", rows)))
     learning_rate = number_argument("learning_rate", learning_rate, minimum=0.0, maximum=float("inf"))
     texts = check_batch(model.config, tokens, None, new_tokens=0).tokens
-    keys = jax.random.split(jax.random.key(seed), model.config.num_layers)
-    layers: Any = [own.initial(key, model_sizes(model.config)) for key in keys]
+    layers: Any = initial_merge(model, policy, seed)
     ready = calibrated(model, policy, calibration_of(model, own, layers))
     length = texts.shape[1]
     function = score_function(
@@ -121,4 +149,4 @@ def train_merge(
             rows_of = (number * rows + np.arange(rows)) % len(texts)
             layers, memory, loss = step(ready.params, layers, memory, model.place(texts[rows_of]))
             losses.append(loss)
-        return TrainedGate(calibration_of(model, own, layers), np.asarray(losses, np.float32))
+        return TrainedGate(calibration_of(model, own, layers, tokens=texts), np.asarray(losses, np.float32))

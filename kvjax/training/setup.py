@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.analysis.gates import LayerInputs, run_text
 from kvjax.models.calibrate import fingerprint
@@ -16,6 +17,7 @@ from kvjax.parallel.sharding import Params
 from kvjax.policies.gates import Gate
 from kvjax.policies.parameters import Parameters, Parts
 from kvjax.storage.calibration import Calibration
+from kvjax.storage.calibration_text import CalibrationText
 from kvjax.training.gated_attention import GatedAttention, of_prompt, scores
 from kvjax.training.retention import Retention
 
@@ -68,18 +70,20 @@ class Setup:
         ]
 
 
-def calibration_of(model: Model, gate: Parameters, gates: Gates) -> Calibration:
+def calibration_of(model: Model, gate: Parameters, gates: Gates, *, tokens: np.ndarray | None = None) -> Calibration:
     """Returns trained parameters as a calibration, for ``learned(..., gate=gate)`` or a merge with parameters.
 
     Args:
       model: the model that the parameters were trained for.
       gate: the gate, or another description of trained parameters.
       gates: of each layer, [K or 1, ...] each.
+      tokens: [B, T] int, the texts without padding that they were trained on; None = not known.
     """
     layers = tuple({gate.name: {part: jnp.asarray(x, jnp.float32) for part, x in own.items()}} for own in gates)
-    return Calibration(
+    made = Calibration(
         layers, method=gate.kind, rope=model.config.rope, model=fingerprint(model), policies=((gate.name, gate.kind),)
     )
+    return made if tokens is None else made.with_text(CalibrationText.of(tokens, np.full(len(tokens), tokens.shape[1])))
 
 
 class Progress(NamedTuple):

@@ -125,4 +125,4 @@ def train_gate(
             own = (number * rows + np.arange(rows)) % len(texts)
             gates, memory, loss = step(model.params, gates, memory, model.place(texts[own]), jnp.int32(number))
             losses.append(loss)
-        return TrainedGate(calibration_of(model, gate, gates), np.asarray(losses, np.float32))
+        return TrainedGate(calibration_of(model, gate, gates, tokens=texts), np.asarray(losses, np.float32))

@@ -114,6 +114,17 @@ def test_training_keeps_directions_orthogonal_and_makes_few_of_them_better():
 
 
 @pytest.mark.sampled(0)
+def test_all_directions_are_rotated_by_one_solution():
+    """Several calls of LAPACK at once wait for each other's threads on a machine of two cores, with 64 directions."""
+    sides = [dict(layer) for layer in start().layers]
+    turn = [{name: jnp.zeros_like(layer[name]["basis"]) for name in ("key", "value")} for layer in sides]
+    turned = functools.partial(directions._turned, sides)
+    assert jax.jit(turned).lower(turn).as_text().count("custom_call @lapack_sgetrf") == 1
+    for new, old in zip(turned(turn), sides, strict=True):
+        for name in turn[0]:
+            np.testing.assert_allclose(new[name]["basis"], old[name]["basis"], atol=1e-6)
+
+
 def test_the_search_lowers_what_costs_least():
     found = analysis.search_ranks(tiny().model, TOKENS, start(), 0.8, lengths=LENGTHS, levels=(0.25, 0.6))
     sizes, ranks = [2, 4, 8], np.full((LAYERS, 2, HEADS), DIM)

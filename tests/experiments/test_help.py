@@ -21,9 +21,9 @@ from kvjax.specs import names
 
 #: Modules whose `main` takes a command line that begins with the program's name.
 PROGRAMS = (
-    "run", "sweep", "train", "tune", "train_gate", "train_reuse", "paper", "leaderboard", "capacity", "simulate",
-    "calibrate", "skew", "read_fraction", "chunk_reuse", "edit_reuse", "context_bytes", "after_prompt", "card",
-    "lm_eval_tasks", "batch.__main__", "bench.__main__",
+    "run", "sweep", "train", "tune", "train_gate", "train_merge", "train_reuse", "paper", "leaderboard", "capacity",
+    "simulate", "calibrate", "skew", "read_fraction", "chunk_reuse", "edit_reuse", "context_bytes", "after_prompt",
+    "card", "lm_eval_tasks", "batch.__main__", "bench.__main__",
 )  # fmt: skip
 
 

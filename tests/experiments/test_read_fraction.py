@@ -5,13 +5,17 @@ import json
 import pytest
 
 from experiments import read_fraction
-from experiments.programs.read_fraction import METHODS
+from experiments.programs.read_fraction import METHODS, Sizes
 from experiments.read_fraction import main
 from kvjax.errors import ConfigError
+from tests.tiny import tiny
 
 
 def test_methods_that_flags_name():
     assert list(METHODS) == list(read_fraction.METHODS)
+    # Each can be built with any pages and blocks of queries.
+    for name, cache in METHODS.items():
+        assert cache(128, tiny().model, Sizes(16, 16)).policy.name, name
 
 
 @pytest.mark.sampled(0)

@@ -53,7 +53,10 @@ class Case(NamedTuple):
         if name == "after_prefill":
             arguments = {"then": package.by_name(**arguments)}
         if name == "phases":
-            arguments = {"decode": package.by_name(**arguments)}
+            arguments = {**arguments}
+            combinator, own = arguments.pop("within", (None, {}))
+            decode = package.by_name(**arguments)
+            arguments = {"decode": decode if combinator is None else package.COMBINATORS[combinator](decode, **own)}
         return package.COMBINATORS[name](policy, **arguments)
 
 
@@ -193,7 +196,30 @@ CASES = [
     Case("pyramidkv", {"budget": 15, "window": 3}, "mha", 16, within=("chunkkv", {})),
     Case("full", {}, "mha", None, within=("phases", {"name": "h2o", "budget": 7, "every": 3})),
     Case("full", {}, "gqa", 8, within=("phases", {"name": "tova", "budget": 9})),
+    Case("full", {}, "mqa", 8, within=("phases", {"name": "roco", "budget": 12, "guard": 3, "every": 4})),
+    Case("full", {}, "gqa", None, within=("phases", {"name": "rkv", "budget": 14, "every": 5, "window": 4})),
+    Case("full", {}, "mha", 8, within=("phases", {"name": "gkv", "budget": 13, "every": 4, "window": 3, "lam": 0.5})),
+    Case(
+        "full",
+        {},
+        "gqa",
+        8,
+        within=("phases", {"name": "vase", "budget": 12, "every": 4, "large": 2, "sinks": 2, "kernel": 3, "seed": 2}),
+    ),
+    Case(
+        "full",
+        {},
+        "gqa",
+        None,
+        within=("phases", {"name": "expected_attention", "budget": 9, "every": 5, "future": 8}),
+    ),
+    Case("full", {}, "gqa", 8, within=("phases", {"name": "triattention", "budget": 11, "every": 5, "longest": 64})),
+    Case("full", {}, "gqa", 8, within=("phases", {"name": "random", "budget": 10, "every": 4, "recent": 3})),
+    Case("full", {}, "mqa", 8, within=("phases", {"name": "h2o", "budget": 12, "within": ("value_aware", {})})),
+    Case("full", {}, "gqa", 8, within=("phases", {"name": "h2o", "budget": 9, "within": ("caote", {})})),
+    Case("full", {}, "mha", 8, within=("phases", {"name": "h2o", "budget": 11, "within": ("critical", {})})),
     Case("snapkv", {"budget": 12, "window": 4}, "mqa", 8, within=("phases", {"name": "window", "budget": 8})),
+    Case("random", {"budget": 0.4, "seed": 3, "recent": 4, "every": 3}, "gqa", 8),
     Case("full", {}, "mqa", 16),
     Case("full", {"positions": "cache"}, "gqa", None),
 ]
@@ -202,7 +228,12 @@ CASES = [
 def describe(case: Case) -> str:
     arguments = ",".join(f"{k}={v}" for k, v in case.arguments.items())
     described = f"{case.name}({arguments})-{case.heads}".replace(" ", "")
-    return described if case.within is None else f"{case.within[0]}-{described}"
+    if case.within is None:
+        return described
+    name, arguments = case.within
+    # Of phases, the policy after the prompt, and what it is within.
+    inner = [arguments["name"], arguments.get("within", ("",))[0]] if "name" in arguments else []
+    return "-".join(filter(None, [name, *inner, described]))
 
 
 def run_reference(case: Case, block: int | None) -> reference.ReferenceRun:
@@ -275,8 +306,7 @@ def test_the_whole_text_at_once(heads, budget, recent, variant):
 
 
 def test_the_cases_cover_what_they_must():
-    # What chance keeps is compared in test_random.
-    assert {case.name for case in CASES} == set(policies.POLICIES) - {"random"}
+    assert {case.name for case in CASES} == set(policies.POLICIES)
     assert {case.within[0] for case in CASES if case.within} == set(policies.COMBINATORS)
     # Layouts of heads in one shot and in blocks.
     met = collections.Counter((case.heads, case.block is None) for case in CASES)
@@ -288,6 +318,9 @@ def test_the_cases_cover_what_they_must():
     both = ("h2o", "tova", "window", "snapkv", "adakv", "after_prefill", "by_page", "phases", "value_aware", "full")
     for name in both:
         assert len(blocks[name]) == 2, name
+    # Those of docs/evidence.md, with the prompt kept.
+    control = {case.within[1]["name"] for case in CASES if case.within and case.within[0] == "phases"}
+    assert control >= {"h2o", "tova", "window", "roco", "rkv", "gkv", "vase", "expected_attention", "triattention"}
     assert {case.block for case in CASES} == {None, 1, 8, 16}
 
 

@@ -97,6 +97,8 @@ class Policy:
     `replay`: how the prompt is replayed when it ends, before slots are evicted; see `prompt_replay.py`.
     `bounded`: slots of priority -inf go even where there is room for them.
     `importance`: of all slots, those that are protected too.
+    `protects`: the slots that `rank` protects and the narrowest decision, where it compares slots with each other.
+    `of_budget`: whether `rank` chooses slots for a part of the budget.
     `hides`: "masked", "global" or "local": nothing is evicted, `hidden_recent` newest and the heaviest are seen.
     """
 
@@ -122,6 +124,8 @@ class Policy:
     beyond_prompt: bool = False
     bounded: bool = False
     importance: Callable[[View], Array] | None = None
+    protects: Callable[[View], tuple[Array, float]] | None = None
+    of_budget: bool = False
     replay: Any = None
 
     def __post_init__(self) -> None:
@@ -352,4 +356,5 @@ def evict(importance: Importance, scope: Scope, budget: Any, **options: Any) -> 
         protected, gap = scope.protects(view)
         return Ranking(np.where(protected, np.inf, importance.of(view)), gap)
 
-    return Policy(budget, rank, {**importance.statistics, **scope.statistics}, importance=importance.of, **options)
+    statistics = {**importance.statistics, **scope.statistics}
+    return Policy(budget, rank, statistics, importance=importance.of, protects=scope.protects, **options)

@@ -59,7 +59,7 @@ def critical(policy: Policy, first_stage: float = 0.5, epsilon: float = 1e-4) ->
         priority[last] = (policy.importance(view)[last] + epsilon) * norm[last]
         return Ranking(priority, min(gap, inner.gap))
 
-    return replace(policy, rank=rank)
+    return replace(policy, rank=rank, of_budget=True)
 
 
 def learned(

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.reference.base import MASS, Policy, Ranking, Statistic, View, lowest
+from tests.reference.base import MASS, Array, Policy, Ranking, Statistic, View, lowest
 from tests.reference.compressors import adakv, chunkkv, keydiff, knorm, pyramidkv, snapkv
-from tests.reference.draws import vase, vase_dkv
+from tests.reference.draws import random, vase, vase_dkv
 from tests.reference.eviction import (
     counter,
     ems,
@@ -71,7 +71,11 @@ def value_norm(policy: Policy) -> Policy:
             scaled = inner.priority * np.linalg.norm(view.value, axis=1)
         return inner._replace(priority=np.where(np.isinf(inner.priority), np.inf, scaled))
 
-    return replace(policy, rank=rank)
+    def importance(view: View) -> Array:
+        assert policy.importance is not None
+        return policy.importance(view) * np.linalg.norm(view.value, axis=1)
+
+    return replace(policy, rank=rank, importance=importance)
 
 
 def after_prefill(compressor: Policy, then: Policy) -> Policy:
@@ -115,6 +119,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "morphkv": morphkv,
     "gkv": gkv,
     "ladder": ladder,
+    "random": random,
     "vase": vase,
     "vase_dkv": vase_dkv,
     "expected_attention": expected_attention,

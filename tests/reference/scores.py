@@ -98,12 +98,14 @@ def output_change(score: Array, value: Array, fast: bool = False) -> Array:
 def caote(policy: Policy, fast: bool = False) -> Policy:
     """The importance of `policy` is needed of protected slots too: `Policy.importance`."""
 
+    def importance(view: View) -> Array:
+        return output_change(policy.importance(view), view.value, fast)
+
     def rank(view: View) -> Ranking:
         inner = policy.rank(view)
-        change = output_change(policy.importance(view), view.value, fast)
-        return inner._replace(priority=np.where(np.isinf(inner.priority), np.inf, change))
+        return inner._replace(priority=np.where(np.isinf(inner.priority), np.inf, importance(view)))
 
-    return replace(policy, rank=rank)
+    return replace(policy, rank=rank, importance=importance)
 
 
 MEASURES = {
@@ -117,40 +119,66 @@ MEASURES = {
 def value_aware(policy: Policy, large: int | None = None, measure: str = "range") -> Policy:
     """The largest values among those that the policy leaves open are protected too."""
 
-    def rank(view: View) -> Ranking:
-        inner = policy.rank(view)
+    def protects(view: View) -> tuple[Array, float]:
+        if policy.protects is None:
+            inner = policy.rank(view)
+            held, narrowest = np.isposinf(inner.priority), inner.gap
+        else:
+            held, narrowest = policy.protects(view)
         # In the first layer, equal tokens have equal values but for rounding: they tie.
-        size = np.where(np.isposinf(inner.priority), -np.inf, np.round(MEASURES[measure](view.value), 12))
-        free = np.flatnonzero(np.isfinite(size))
+        size = np.where(held, -np.inf, np.round(MEASURES[measure](view.value), 12))
+        free = np.flatnonzero(~held)
         number = min(view.budget // 4 if large is None else large, len(free))
         small, gap = lowest(size[free], view.position[free], len(free) - number)
-        priority = np.full(len(size), np.inf)
-        priority[free[small]] = inner.priority[free[small]]
-        return inner._replace(priority=priority, gap=min(gap, inner.gap))
+        protected = np.ones(len(size), bool)
+        protected[free[small]] = False
+        return protected, min(gap, narrowest)
 
-    return replace(policy, rank=rank)
+    def rank(view: View) -> Ranking:
+        protected, gap = protects(view)
+        inner = policy.rank(view)
+        return inner._replace(priority=np.where(protected, np.inf, inner.priority), gap=gap)
+
+    return replace(policy, rank=rank, protects=protects)
+
+
+def after_prompt(view: View) -> View:
+    """The slots of the tokens after the prompt."""
+    after = view.position >= view.prompt_length
+
+    def cut(stats: dict[str, Array]) -> dict[str, Array]:
+        # Heads that are ranked together hold the same positions; others do not look at each other.
+        return {name: stat[after] if len(stat) == len(after) else stat for name, stat in stats.items()}
+
+    arrays = {name: getattr(view, name) for name in ("position", "key", "value", "unrotated", "rotated", "hidden")}
+    return view._replace(
+        **{name: x if x is None else x[after] for name, x in arrays.items()}, stats=cut(view.stats),
+        layer_stats=[cut(stats) for stats in view.layer_stats],
+    )  # fmt: skip
 
 
 def phases(prompt: Policy, decode: Policy) -> Policy:
-    """Keeps the slots that `prompt` leaves; `decode` ranks the tokens after the prompt, under a budget of its own."""
+    """Keeps the slots that `prompt` leaves; `decode` evicts others, under a budget for the tokens after the prompt.
+
+    Importances are of all slots, those of the prompt too, unless they choose slots for a part of the budget; slots that
+    are protected because of others are chosen among those after the prompt.
+    """
 
     def rank(view: View) -> Ranking:
         after = view.position >= view.prompt_length
-
-        def cut(stats: dict[str, Array]) -> dict[str, Array]:
-            # Heads that are ranked together hold the same positions; others do not look at each other.
-            return {name: stat[after] if len(stat) == len(after) else stat for name, stat in stats.items()}
-
-        seen = view._replace(
-            position=view.position[after], key=view.key[after], value=view.value[after], stats=cut(view.stats),
-            layer_stats=[cut(stats) for stats in view.layer_stats],
-        )  # fmt: skip
         priority = np.full(len(after), np.inf)
         if not after.any():
             return Ranking(priority)
-        inner = decode.rank(seen)
-        priority[after] = inner.priority
-        return inner._replace(priority=priority)
+        if decode.of_budget:
+            inner = decode.rank(after_prompt(view))
+            priority[after] = inner.priority
+            return Ranking(priority, inner.gap)
+        if decode.protects is None:
+            inner = decode.rank(view)
+            return inner._replace(priority=np.where(after, inner.priority, np.inf))
+        held, gap = decode.protects(after_prompt(view))
+        priority[after] = np.where(held, np.inf, decode.importance(view)[after])
+        return Ranking(priority, gap)
 
     then = replace(decode, rank=rank, beyond_prompt=True)
     statistics = {**prompt.statistics, **decode.statistics}

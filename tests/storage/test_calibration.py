@@ -275,6 +275,30 @@ def test_files(tmp_path):
         made.save(tmp_path / "none" / "own.safetensors")
 
 
+def test_a_file_says_from_which_tokens_it_was_made(tmp_path):
+    """Their number and a hash, without padding; they are no part of the pytree, and the file's hash covers them."""
+    own, tokens, path = model(), random_tokens(2, 16, seed=5), tmp_path / "own.safetensors"
+    made = kvjax.calibrate(own, tokens, LOW, lengths=np.array([16, 9]))
+    assert made.text.tokens == 25 and str(made.text) == f"25 tokens with the hash {made.text.hash}"
+    made.save(path)
+    assert kvjax.load_calibration(path).text == made.text
+    padded = np.pad(np.where(np.arange(16) < [[16], [9]], tokens, 3), ((0, 0), (0, 4)))
+    assert kvjax.calibrate(own, padded, LOW, lengths=np.array([16, 9])).text == made.text
+    others = (tokens[:, :15], tokens[::-1], np.where(np.arange(16) == 8, tokens + 1, tokens))
+    for other in others:  # another length, another order of the rows, another token
+        assert kvjax.calibrate(own, other % own.config.vocab_size, LOW, lengths=np.array([15, 9])).text != made.text
+    assert jax.tree.structure(kvjax.calibrate(own, others[0], LOW)) == jax.tree.structure(made)
+    assert jax.tree.map(lambda x: x, made).text is None and calibration().text is None
+    with safe_open(path, "numpy") as file:
+        about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, path, metadata={**about, "tokens": "26"})
+    with pytest.raises(StorageError, match="is damaged or was changed"):
+        kvjax.load_calibration(path)
+    # Without them, as files of earlier versions are.
+    made.with_text(None).save(path)
+    assert kvjax.load_calibration(path).text is None
+
+
 def test_of_another_model_or_storage():
     """Each error says what the calibration has and what is needed."""
     prompt, decode = random()

@@ -11,6 +11,7 @@ TRANSFORMERS = "[transformers](https://huggingface.co/docs/transformers/kv_cache
 LLAMA_CPP = "[llama.cpp](https://github.com/ggml-org/llama.cpp)"
 EASYKV = "[EasyKV](https://github.com/DRSY/EasyKV)"
 VLLM = "[vLLM](https://docs.vllm.ai)"
+TENSORRT_LLM = "[TensorRT-LLM](https://nvidia.github.io/TensorRT-LLM)"
 
 #: Entry -> (program, its name, what differs).
 NAMES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
@@ -43,6 +44,24 @@ NAMES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "cur": ((KVPRESS, "CURPress", ""),),
     "compactor": ((KVPRESS, "CompactorPress", "logits are not scaled; mean and deviation over the batch"),),
     "kvzip": ((KVPRESS, "KVzipPress", "slots are shared by all heads of all layers"),),
+    "kvgrad": (
+        (
+            KVPRESS, "KVgradPress",
+            "attention times the norms of an output and a gradient, the largest over the replay; slots are shared by "
+            "all heads of all layers",
+        ),
+    ),
+    "triattention": (
+        (
+            TENSORRT_LLM, "TriAttentionKvCacheCompressionConfig",
+            "keeps the prompt in addition to its budget, as `phases(full(), triattention(...))`; reads the authors' "
+            "calibration",
+        ),
+    ),
+    "learned": (
+        (KVPRESS, "DMSPress(KVzapPress(...))", "a gate of KVzap with a threshold; masks what it evicts"),
+        (KVPRESS, "FastKVzipPress", "the gate `sink`; slots are shared by all heads of all layers"),
+    ),
     "adakv": ((KVPRESS, "AdaKVPress", "masks what it evicts, so that no memory is freed"),),
     "chunkkv": ((KVPRESS, "ChunkKVPress", "keeps only whole chunks"),),
     "duo_attention": ((KVPRESS, "DuoAttentionPress", "masks what it evicts, so that no memory is freed"),),

@@ -65,8 +65,9 @@ HOLD = (
         form="one head at a time; directions of the weights, scaled by their inputs",
     ),
     System(
-        "hold", "CSKV", "2409.10593", ("kvjax.storage.cskv",), test="tests/storage/test_joint.py", figure="storages",
-        command="python -m experiments.calibrate", form="directions are calibrated, or trained further",
+        "hold", "CSKV", "2409.10593", ("kvjax.storage.cskv", "kvjax.training.train_reconstruction"),
+        test="tests/training/test_reconstruction.py", figure="storages", command="python -m experiments.calibrate",
+        form="one matrix compresses and expands, where the authors train two",
     ),
     System(
         "hold", "MatryoshkaKV", "2410.14731",

@@ -43,6 +43,7 @@ KEEP = (
     System("keep", "PyramidKV", "2406.02069", ("kvjax.policies.pyramidkv",), test=SLOTS, figure="policies"),
     System(
         "keep", "LoCoCo", "2406.05317", ("kvjax.policies.lococo", "kvjax.training.train_merge"), test=MERGES,
+        command="python -m experiments.train_merge",
         spec=(("policy", "h2o(every=32, merge=lococo(16))"),), figure="trained merge",
     ),
     System("keep", "L2 norm of keys", "2406.11430", ("kvjax.policies.knorm",), test=SLOTS, figure="policies"),
