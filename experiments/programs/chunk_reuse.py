@@ -140,6 +140,17 @@ def _first(model: Model, request: Request, setting: float) -> Made:
     return _blend(model, request, check=None, first=first)
 
 
+def _gradual(model: Model, request: Request, setting: float) -> Made:
+    # One share for each layer from layer 1 on, whose mean is the setting.
+    falls = np.linspace(1.5, 0.5, model.config.num_layers - 1)
+    return _blend(model, request, ratio=[min(1.0, setting * float(each)) for each in falls])
+
+
+def _linked(model: Model, request: Request, setting: float) -> Made:
+    first = round(setting / 2 * len(request.caches[0]))
+    return _blend(model, request, ratio=setting - first / len(request.caches[0]), first=first)
+
+
 def _craft(model: Model, request: Request, setting: float) -> Made:
     made = reuse.craft(request.store, request.asked.chunks, request.asked.question, alpha=setting).blended
     return Made(made.context, made)
@@ -152,6 +163,9 @@ METHODS: dict[str, Method] = {
     "blend": lambda model, request, setting: _blend(model, request, ratio=setting),
     "random": _random,
     "first": _first,
+    "gradual": _gradual,
+    "both": lambda model, request, setting: _blend(model, request, ratio=setting, deviation="both"),
+    "linked": _linked,
     "craft": _craft,
     "parallel": lambda model, request, _: Made(reuse.parallel(model, request.caches, request.asked.question), None),
 }

@@ -39,6 +39,19 @@ def test_facts_are_whole_or_divided(tokenizer):
 
 
 @pytest.mark.sampled(0)
+def test_variants_of_blend_recompute_as_much(tmp_path):
+    text, output = tmp_path / "text.txt", tmp_path / "made.json"
+    text.write_text(TEXT)
+    arguments = ["--requests=2", "--chunks=2", "--tokens=64", "--shares=0.25", "--distances=0"]
+    arguments.append("--methods=blend,gradual,both,linked")
+    assert experiments.chunk_reuse.main(["chunk_reuse", f"--text={text}", f"--output={output}", *arguments]) == 0
+    shares = {each["method"]: each["shares"] for each in json.loads(output.read_text())["methods"]}
+    for method in experiments.chunk_reuse.VARIANTS:
+        # Shares are rounded to tokens.
+        assert shares[method] == pytest.approx(shares["blend"], abs=0.01)
+
+
+@pytest.mark.sampled(0)
 def test_a_small_run(tmp_path, capsys):
     text, output, plot = tmp_path / "text.txt", tmp_path / "made.json", tmp_path / "made.png"
     text.write_text(TEXT)
