@@ -40,7 +40,7 @@ def define(values: flags.FlagValues) -> None:
     about = "the part of the share that asked gives to tokens that the question attends to, from 0 to 1"
     flags.DEFINE_float("by_question", 0.25, about, lower_bound=0, upper_bound=1, flag_values=values)
     flags.DEFINE_list("alphas", ["1"], "factors of the share that craft recomputes", flag_values=values)
-    target = "the share of the whole prefill's answers by which the factor of craft is chosen"
+    target = "the answers, of the whole prefill's, and the nearness of values, for which a factor of craft is chosen"
     flags.DEFINE_float("target", 0.95, target, lower_bound=0, upper_bound=1, flag_values=values)
     flags.DEFINE_string("alpha_plot", None, "write the plot of craft's factors to this PNG file", flag_values=values)
     flags.DEFINE_integer("distances", 4, "requests whose distances are measured", lower_bound=0, flag_values=values)

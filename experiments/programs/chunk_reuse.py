@@ -276,25 +276,26 @@ def _report(tallies: Sequence[Tally], values: flags.FlagValues, weights: str) ->
     print(tabulate([each.row() for each in tallies], headers="keys", tablefmt="github", disable_numparse=True))
     crafted = sorted((each for each in tallies if each.setting is not None and each.method == "craft"), key=_factor)
     whole = next((np.mean(each.answers) for each in tallies if each.method == "prefill"), None)
-    chosen = None
-    if crafted and whole is not None:
-        chosen = reuse.smallest_alpha({_factor(each): each.answers for each in crafted}, values.target * float(whole))
-        found = "no factor of craft" if chosen is None else f"the smallest factor of craft is {chosen:g} that"
-        print(f"\n{found} reaches {100 * values.target:g} % of the prefill's answers.")
+    # By answers relative to the prefill's, and by how near values are to its values.
+    curves: dict[str, list[list[float]]] = {}
+    if crafted and whole:
+        curves[chunk_plots.ANSWERS] = [[right / float(whole) for right in each.answers] for each in crafted]
+        if all(each.distances["value"] for each in crafted):
+            curves[chunk_plots.VALUES] = [[1 - far for far in each.distances["value"]] for each in crafted]
+    alphas = [_factor(each) for each in crafted]
+    chosen = {name: reuse.smallest_alpha(dict(zip(alphas, own, strict=True)), values.target)
+              for name, own in curves.items()}  # fmt: skip
+    for name, alpha in chosen.items():
+        found = "no factor of craft" if alpha is None else f"the smallest factor of craft is {alpha:g} that"
+        print(f"\n{found} reaches {100 * values.target:g} % of: {name}.")
     if values.plot:
         results.write(Path(values.plot), _drawn(tallies, weights))
     if values.alpha_plot:
-        if not crafted or not whole:
+        if not curves:
             raise ConfigError("--alpha_plot needs answers of prefill and craft among --methods.")
-        curves = {
-            chunk_plots.ANSWERS: [float(np.mean(each.answers) / whole) for each in crafted],
-            chunk_plots.SHARE: [float(np.mean(each.shares)) for each in crafted],
-        }
-        if all(each.distances["value"] for each in crafted):
-            curves[chunk_plots.VALUES] = [1 - float(np.mean(each.distances["value"])) for each in crafted]
-        drawn = chunk_plots.alpha_plot(
-            [_factor(each) for each in crafted], curves, target=values.target, chosen=chosen, weights=weights
-        )
+        means = {name: [float(np.mean(each)) for each in own] for name, own in curves.items()}
+        means[chunk_plots.SHARE] = [float(np.mean(each.shares)) for each in crafted]
+        drawn = chunk_plots.alpha_plot(alphas, means, target=values.target, chosen=chosen, weights=weights)
         results.write(Path(values.alpha_plot), drawn)
 
 

@@ -14,7 +14,7 @@ def alpha_plot(
     curves: Mapping[str, Sequence[float]],
     *,
     target: float,
-    chosen: float | None,
+    chosen: Mapping[str, float | None],
     weights: str,
 ) -> bytes:
     """Draws what changes with the factor of Cache-Craft's repair.
@@ -22,8 +22,8 @@ def alpha_plot(
     Args:
       alphas: [A], ascending.
       curves: `ANSWERS`, `VALUES` or `SHARE` -> [A], in shares of 1.
-      target: of the answers.
-      chosen: the smallest factor whose answers reach it; None if none does.
+      target: of a curve, in shares of 1.
+      chosen: of some curves, the smallest factor that reaches the target; None if none does.
       weights: the digest of the model's weights.
     """
     figure, axes = plots.new_figure(1, figsize=(7, 4.5))
@@ -31,9 +31,10 @@ def alpha_plot(
     colors = plots.colors([*curves])
     for name, values in curves.items():
         own.plot(alphas, 100 * np.asarray(values, np.float64), marker="o", color=colors[name], label=name)
-    own.axhline(100 * target, color=plots.FULL_COLOR, ls="--", label=f"target of the answers, {100 * target:g} %")
-    if chosen is not None:
-        own.axvline(chosen, color=plots.FULL_COLOR, lw=1, label=f"chosen, {chosen:g}")
+    own.axhline(100 * target, color=plots.FULL_COLOR, ls="--", label=f"target, {100 * target:g} %")
+    for name, alpha in chosen.items():
+        if alpha is not None:
+            own.axvline(alpha, color=colors[name], ls=":", label=f"smallest that reaches it, {alpha:g}")
     own.set_ylim(bottom=0)
     plots.style(own, "Repair of chunks by its factor", "factor of the share of tokens, alpha", "%")
     own.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

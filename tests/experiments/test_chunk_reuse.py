@@ -69,11 +69,11 @@ def test_a_small_run(tmp_path, capsys):
     assert str(tmp_path) not in output.read_text() and plot.read_bytes().startswith(b"\x89PNG")
     assert experiments.chunk_reuse.main(["chunk_reuse", f"--input={output}"]) == 0
     shown = capsys.readouterr().out
-    assert "divided facts" in shown and "of the prefill's answers" in shown
+    assert "divided facts" in shown and "% of: answers, of the whole prefill's" in shown
     made["methods"] = [each for each in made["methods"] if each["method"] != "craft"]
-    for factor, answers in ((1.0, [True]), (0.5, [True]), (0.0, [False])):
+    for factor, answers in ((1.0, [True]), (0.5, [False]), (0.0, [False])):
         right = {"whole": [True], "divided": answers}
-        far = {"key": [], "value": [0.1], "attention": [], "rank_correlation": []}
+        far = {"key": [], "value": [0.02 if factor else 0.1], "attention": [], "rank_correlation": []}
         made["methods"].append({"name": f"craft {factor:g}", "method": "craft", "setting": factor, "shares": [0.1],
                                 "right": right, "distances": far, "seconds": []})  # fmt: skip
     made["methods"][0]["right"] = {"whole": [True], "divided": [True]}
@@ -81,7 +81,9 @@ def test_a_small_run(tmp_path, capsys):
     drawn = tmp_path / "alphas.png"
     assert experiments.chunk_reuse.main(["chunk_reuse", f"--input={output}", f"--alpha_plot={drawn}"]) == 0
     assert drawn.read_bytes().startswith(b"\x89PNG")
-    assert "smallest factor of craft is 0.5 that reaches 95 %" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "smallest factor of craft is 1 that reaches 95 % of: answers" in shown
+    assert "smallest factor of craft is 0.5 that reaches 95 % of: 1 - distance of values" in shown
     made["methods"] = made["methods"][:1]
     output.write_text(json.dumps(made))
     with pytest.raises(ConfigError, match="answers of prefill and craft"):
