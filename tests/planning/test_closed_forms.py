@@ -106,7 +106,7 @@ def test_equal_budgets_of_layers_are_one_budget():
 
 
 def test_layers_add_up():
-    """Of two layers with slots and bytes of their own, a plan is the sum of those of each alone."""
+    """The plan of two layers that differ is the sum of the plans of each alone."""
     both = dataclasses.replace(SMALL, layer_slot_bytes=(24, 40))
     alone = [dataclasses.replace(SMALL, layers=1, layer_slot_bytes=(each,)) for each in (24, 40)]
     assert (both.token_bytes, both.by_layer) == (64, (24, 40))
