@@ -42,7 +42,8 @@ REUSE = (
         "reuse", "APE", "2502.05431", ("kvjax.reuse.parallel",), test="tests/reuse/test_parallel.py", figure="chunks",
     ),
     System(
-        "reuse", "Cache-Craft", "2502.15734", ("kvjax.reuse.craft", "kvjax.reuse.compute_variants", "kvjax.reuse.calibrate_alpha"),
+        "reuse", "Cache-Craft", "2502.15734",
+        ("kvjax.reuse.craft", "kvjax.reuse.compute_variants", "kvjax.reuse.calibrate_alpha"),
         test="tests/reuse/test_worked_examples.py", figure="chunks",
         form="without the early stop for chunks that a question ignores",
     ),
