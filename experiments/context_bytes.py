@@ -1,11 +1,12 @@
-"""Measures contexts as bytes: bits of a number and perplexity after decoding, for transport codecs and storages.
+"""Measures contexts as bytes: bits of a number, perplexity and greedy tokens, for transport codecs and storages.
 
 python -m experiments.context_bytes --model=smollm2-135m-instruct --text=FILE.txt --output=results/context_bytes.json
 
-The prompt of each row is read once by a full cache, encoded and decoded, and the tokens after it are scored. Tables and
-transforms are computed from other rows of the text, after those that are scored. Storages hold the prompt, and the
-scored tokens, in their own codes. Bits count everything that is sent of keys and values; positions and logits are left
-out.
+The prompt of each row is read once by a full cache, encoded and decoded, and the tokens after it are scored. Tables,
+transforms and calibrations of storages are computed from other rows of the text, after those that are scored. Storages
+hold the prompt, and the tokens after it, in their own codes. Bits count everything that is sent, or held, of keys and
+values; positions and logits are left out. "agreement" is the share of greedy tokens that equal, at the same place,
+those after the context as it is. A second table has each storage beside the codec whose bits are nearest.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from absl import flags
 from experiments import cli
 from kvjax.errors import ConfigError
 
-STORAGES = ("int8", "int4", "kivi", "int2")
-RATIOS = ("8", "12", "16", "20")
+ALL = "all"
+RATIOS = ("3", "4", "6", "8", "12", "16", "20")
 
 
 def define(values: flags.FlagValues) -> None:
@@ -29,7 +30,9 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("prompt", 512, "tokens of a row that are its context", lower_bound=16, flag_values=values)
     flags.DEFINE_integer("scored", 128, "tokens of a row that are scored", lower_bound=1, flag_values=values)
     flags.DEFINE_list("ratios", list(RATIOS), "ratios of KVTC, relative to 16 bits", flag_values=values)
-    flags.DEFINE_list("storages", list(STORAGES), "storages, by name", flag_values=values)
+    flags.DEFINE_integer("generated", 64, "greedy tokens of a row that are compared", lower_bound=1, flag_values=values)
+    storages = f"storages, separated by semicolons, such as int8;kivi(2); or {ALL}, for each that a full cache can have"
+    flags.DEFINE_string("storages", ALL, storages, flag_values=values)
     flags.DEFINE_string("output", None, "write the results to this JSON file", flag_values=values)
 
 

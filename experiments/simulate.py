@@ -42,6 +42,7 @@ SUBJECTS = (
     "blend",
     "transfer",
 )
+BY_LAYER = ("serving", "layouts", "preemption", "pool")  # take slots by layer
 
 
 def define(values: flags.FlagValues) -> None:
@@ -51,6 +52,11 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("tokens", 4096, "tokens of a text", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("longest", 8192, "the most tokens that a row may have", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("budget", 512, "slots of a head under an evicting policy", lower_bound=1, flag_values=values)
+    policy = "instead of --budget: an evicting policy, such as split_layers(full(), h2o(64), shares=(1, 3)), whose "
+    policy += "slots in each layer, after a text of --tokens, are planned"
+    flags.DEFINE_string("policy", None, policy, flag_values=values)
+    storage = "the storage whose bytes a slot has, such as int8; without it, numbers of two bytes"
+    flags.DEFINE_string("storage", None, storage, flag_values=values)
     flags.DEFINE_integer(
         "granule", 2 << 20, "bytes that virtual memory is mapped by", lower_bound=1, flag_values=values
     )
@@ -98,6 +104,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 GROUPS = {
+    "Caches": ["budget", "policy", "storage"],
     "Traces": ["users", "turns", "rate", "prompt", "output", "percentiles", "seed"],
     "Preemption": ["frequency", "copy_seconds"],
     "Pools": ["instances", "requests", "long", "long_share"],
@@ -113,6 +120,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"give what to simulate: {', '.join(SUBJECTS)}.")
     if values.shape is None or (values.topology is None and given[0] != "traffic"):
         raise ConfigError("give --shape=NAME, such as llama2-7b, and --topology=NAME, such as h100:1.")
+    if values.policy is not None and given[0] not in BY_LAYER:
+        raise ConfigError(f"--policy is for {', '.join(BY_LAYER)}; {given[0]} takes --budget.")
     if given[0] == "storage" and values.flash_rate is None:
         raise ConfigError(
             "storage needs --flash_rate=NUMBER, the bytes/s at which the drive reads flash, such as 12e9."

@@ -15,7 +15,7 @@ from tabulate import tabulate
 import kvjax
 from experiments import results
 from experiments.progress import counted
-from experiments.reports import plots
+from experiments.reports import chunk_plots, plots
 from experiments.runs import identity, machine
 from experiments.tasks.chunked_facts import KINDS, ChunkQuestion, make_questions
 from kvjax import contexts, policies, reuse
@@ -29,7 +29,7 @@ from kvjax.typing import JsonObject
 
 PROGRAM = "python -m experiments.chunk_reuse"
 #: Flags that do not change a result, or name a file of this machine.
-SILENT = ("--output", "--plot", "--text")
+SILENT = ("--output", "--plot", "--alpha_plot", "--text")
 NEW_TOKENS = 8  # of an answer, of which the digits are the beginning
 #: The labels of methods in a plot, where these are not their names.
 LABELS = {"prefill": "whole prefill, 95 %", "reused": "nothing recomputed"}
@@ -88,6 +88,11 @@ class Tally:
     )
     seconds: list[float] = dataclasses.field(default_factory=list)
 
+    @property
+    def answers(self) -> list[bool]:
+        """Whether each request was answered, kind by kind."""
+        return [each for own in self.right.values() for each in own]
+
     def row(self) -> JsonObject:
         """Returns what the table shows."""
         found = {
@@ -140,6 +145,17 @@ def _first(model: Model, request: Request, setting: float) -> Made:
     return _blend(model, request, check=None, first=first)
 
 
+def _gradual(model: Model, request: Request, setting: float) -> Made:
+    # One share for each layer from layer 1 on, whose mean is the setting.
+    falls = np.linspace(1.5, 0.5, model.config.num_layers - 1)
+    return _blend(model, request, ratio=[min(1.0, setting * float(each)) for each in falls])
+
+
+def _linked(model: Model, request: Request, setting: float) -> Made:
+    first = round(setting / 2 * len(request.caches[0]))
+    return _blend(model, request, ratio=setting - first / len(request.caches[0]), first=first)
+
+
 def _craft(model: Model, request: Request, setting: float) -> Made:
     made = reuse.craft(request.store, request.asked.chunks, request.asked.question, alpha=setting).blended
     return Made(made.context, made)
@@ -152,6 +168,9 @@ METHODS: dict[str, Method] = {
     "blend": lambda model, request, setting: _blend(model, request, ratio=setting),
     "random": _random,
     "first": _first,
+    "gradual": _gradual,
+    "both": lambda model, request, setting: _blend(model, request, ratio=setting, deviation="both"),
+    "linked": _linked,
     "craft": _craft,
     "parallel": lambda model, request, _: Made(reuse.parallel(model, request.caches, request.asked.question), None),
 }
@@ -169,9 +188,9 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
             tallies = [Tally(**each) for each in kept["methods"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--input={values.input!r} was not written by --output: {error}") from None
-        _report(tallies, values.plot, kept["weights"])
+        _report(tallies, values, kept["weights"])
         return 0
-    for flag in ("output", "plot"):
+    for flag in ("output", "plot", "alpha_plot"):
         if path := values[flag].value:
             results.make_file(path, flag)
     model = kvjax.load(values.model, dtype="float32")
@@ -222,7 +241,7 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
                 done = kept | {"methods": [dataclasses.asdict(own) for own in tallies]}
                 results.write(Path(values.output), results.to_json(done))
             advance()
-    _report(tallies, values.plot, kept["weights"])
+    _report(tallies, values, kept["weights"])
     return 0
 
 
@@ -253,10 +272,35 @@ def _measure(model: Model, request: Request, tally: Tally, method: Method, *, di
                 found.append(float(own.mean()))
 
 
-def _report(tallies: Sequence[Tally], plot: str | None, weights: str) -> None:
+def _report(tallies: Sequence[Tally], values: flags.FlagValues, weights: str) -> None:
     print(tabulate([each.row() for each in tallies], headers="keys", tablefmt="github", disable_numparse=True))
-    if plot:
-        results.write(Path(plot), _drawn(tallies, weights))
+    crafted = sorted((each for each in tallies if each.setting is not None and each.method == "craft"), key=_factor)
+    whole = next((np.mean(each.answers) for each in tallies if each.method == "prefill"), None)
+    # By answers relative to the prefill's, and by how near values are to its values.
+    curves: dict[str, list[list[float]]] = {}
+    if crafted and whole:
+        curves[chunk_plots.ANSWERS] = [[right / float(whole) for right in each.answers] for each in crafted]
+        if all(each.distances["value"] for each in crafted):
+            curves[chunk_plots.VALUES] = [[1 - far for far in each.distances["value"]] for each in crafted]
+    alphas = [_factor(each) for each in crafted]
+    chosen = {name: reuse.smallest_alpha(dict(zip(alphas, own, strict=True)), values.target)
+              for name, own in curves.items()}  # fmt: skip
+    for name, alpha in chosen.items():
+        found = "no factor of craft" if alpha is None else f"the smallest factor of craft is {alpha:g} that"
+        print(f"\n{found} reaches {100 * values.target:g} % of: {name}.")
+    if values.plot:
+        results.write(Path(values.plot), _drawn(tallies, weights))
+    if values.alpha_plot:
+        if not curves:
+            raise ConfigError("--alpha_plot needs answers of prefill and craft among --methods.")
+        means = {name: [float(np.mean(each)) for each in own] for name, own in curves.items()}
+        means[chunk_plots.SHARE] = [float(np.mean(each.shares)) for each in crafted]
+        drawn = chunk_plots.alpha_plot(alphas, means, target=values.target, chosen=chosen, weights=weights)
+        results.write(Path(values.alpha_plot), drawn)
+
+
+def _factor(tally: Tally) -> float:
+    return 0.0 if tally.setting is None else tally.setting
 
 
 def _drawn(tallies: Sequence[Tally], weights: str) -> bytes:

@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +16,29 @@ from tabulate import tabulate
 import kvjax
 from experiments import results
 from experiments.config import DataConfig
+from experiments.context_bytes import ALL
 from experiments.leaderboards.page import interval
+from experiments.programs.storage_tables import EXAMPLES
 from experiments.runs import data, identity, machine
 from kvjax import contexts, policies, storage, transport
+from kvjax.cache.planning.limits import Limits
+from kvjax.cache.spec import CacheSpec
 from kvjax.contexts.choices import score_prefilled
+from kvjax.contexts.description import state_shapes
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generation.context import Context
+from kvjax.generation.options import CacheOptions
+from kvjax.generation.prefill import prepare
 from kvjax.models.model import Model
+from kvjax.specs import parse
+from kvjax.storage import STORAGES
+from kvjax.storage.calibration import required
 from kvjax.transport import vectors
 
 PROGRAM = "python -m experiments.context_bytes"
 SILENT = ("--output", "--text")
+STORAGE = "storage "  # begins the names of storages' rows
+Parts = Mapping[str, int]
 
 
 @dataclasses.dataclass
@@ -37,15 +49,43 @@ class Row:
       name: of it.
       bits: of a number, on average.
       bytes: of keys and values of all rows.
+      parts: these bytes by part: of a message, see `kvjax.transport.Report`; of a storage, see
+        `kvjax.storage.breakdown`. Without parts, they are the numbers themselves.
       ideal: bits of a number by the tables of the codes; None where there are no codes.
       nats: of each row, the mean loss of its scored tokens.
+      agreement: of each row, the share of greedy tokens that equal those after the context as it is.
     """
 
     name: str
     bits: float
     bytes: int
+    parts: Parts
     ideal: float | None
     nats: list[float]
+    agreement: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorer:
+    """Scores contexts of the same tokens.
+
+    Attributes:
+      model: of the contexts.
+      following: the tokens after each row that are scored.
+      generated: greedy tokens after each row.
+    """
+
+    model: Model
+    following: list[list[list[int]]]
+    generated: int
+
+    def nats(self, context: Context) -> list[float]:
+        """Returns the mean loss of each row."""
+        return [-float(np.mean(own[0].logprobs)) for own in score_prefilled(self.model, context, self.following)]
+
+    def greedy(self, context: Context) -> np.ndarray:
+        """Returns greedy tokens, [B, n]."""
+        return contexts.decode(self.model, context, max_new_tokens=self.generated).tokens
 
 
 def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
@@ -61,29 +101,38 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
     except ValueError as error:
         raise ConfigError(f"--ratios must be numbers: {error}.") from None
     model = kvjax.load(values.model, dtype="float32")
-    if values.prompt + values.scored > model.config.max_positions:
-        raise ConfigError(f"a row may have {model.config.max_positions} tokens; lower --prompt or --scored.")
+    new_tokens = max(values.scored, values.generated)
+    if values.prompt + new_tokens > model.config.max_positions:
+        raise ConfigError(
+            f"a row may have {model.config.max_positions} tokens; lower --prompt, --scored or --generated."
+        )
     settings = DataConfig(
         text=values.text, num_sequences=values.rows + values.calibration, prompt_length=values.prompt,
         new_tokens=values.scored,
     )  # fmt: skip
     text, _, about = data.load(settings, model, seed=0)
-    scored, others = text[: values.rows], text[values.rows :]
-    prompts, following = scored[:, : values.prompt], [[own[values.prompt :].tolist()] for own in scored]
-    room = values.prompt + values.scored
+    scored, others = text[: values.rows], text[values.rows :, : values.prompt]
+    prompts = scored[:, : values.prompt]
+    room = values.prompt + new_tokens
     whole = contexts.prefill(model, prompts, policies.full(), room=room)
-    calibration = [contexts.prefill(model, others[:, : values.prompt], policies.full(), room=room)]
+    calibration = [contexts.prefill(model, others, policies.full(), room=room)]
+    scorer = Scorer(model, [[own[values.prompt :].tolist()] for own in scored], values.generated)
+    tokens = scorer.greedy(whole)
+    numbers = transport.report(transport.encode(whole)).numbers
     rows: list[Row] = []
 
-    def add(name: str, context: Context, size: int, ideal: float | None = None) -> None:
-        nats = [-float(np.mean(own[0].logprobs)) for own in score_prefilled(model, context, following)]
-        rows.append(Row(name, 8 * size / numbers, size, None if ideal is None else ideal / numbers, nats))
+    def add(name: str, context: Context, parts: Parts, ideal: float | None = None, by: Scorer = scorer) -> None:
+        agreement = np.mean(by.greedy(context) == tokens, axis=1)
+        size = sum(parts.values())
+        rows.append(Row(
+            name, 8 * size / numbers, size, parts, None if ideal is None else ideal / numbers, by.nats(context),
+            [float(each) for each in agreement],
+        ))  # fmt: skip
         print(f"{name}: {rows[-1].bits:.2f} bits", file=sys.stderr, flush=True)
 
-    numbers = transport.report(transport.encode(whole)).numbers
-    add("exact, float32", whole, 4 * numbers)
+    add("exact, float32", whole, {"numbers": 4 * numbers})
     for name, size in _compressed(whole).items():
-        rows.append(Row(name, 8 * size / numbers, size, None, rows[0].nats))
+        rows.append(Row(name, 8 * size / numbers, size, {"numbers": size}, None, rows[0].nats, rows[0].agreement))
     for level in (1, 2, 3):
         for delta in (True, False):
             tables = transport.make_tables(calibration, level=level, delta=delta)
@@ -94,29 +143,48 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
         for recent in (128, 0):
             _add_coded(add, model, whole, transport.KVTC(made, recent=recent),
                        f"KVTC {ratio:g}{'' if recent else ', no recent tokens'}")  # fmt: skip
-    for name in values.storages:
+    refused = {}
+    for name in _storages(values.storages):
         try:
-            held = storage.by_name(name)
-            context = contexts.prefill(model, prompts, policies.full(), room=room, storage=held)
+            held = parse.build("storage", name)
+            ready = kvjax.calibrated(model, held, kvjax.calibrate(model, others, held) if required(held) else None)
+            context = contexts.prefill(ready, prompts, policies.full(), room=room, storage=held)
+            parts = _held(ready, CacheSpec(policies.full(), held), values.rows, values.prompt)
+            add(STORAGE + name, context, parts, by=dataclasses.replace(scorer, model=ready))
         except KvjaxError as error:
+            refused[name] = str(error)
             print(f"{name}: {error}", file=sys.stderr)
-            continue
-        each = held.bytes_per_slot(model.config.head_dim, model.dtype)
-        add(f"storage {name}", context, round(each * numbers / (2 * model.config.head_dim)))
     _report(rows)
     if values.output:
         kept = {
             "model": values.model, "weights": identity.of_weights(values.model), "text": about, "rows": values.rows,
-            "prompt": values.prompt, "scored": values.scored, "numbers": numbers,
+            "prompt": values.prompt, "scored": values.scored, "generated": values.generated, "numbers": numbers,
             "command": shlex.join([*PROGRAM.split(), *(each for each in argv[1:] if not each.startswith(SILENT))]),
             "environment": machine.environment(), "results": [dataclasses.asdict(own) for own in rows],
+            "refused": refused, "nearest": dict(_nearest(rows)),
         }  # fmt: skip
         results.write(Path(values.output), results.to_json(kept))
     return 0
 
 
+def _storages(text: str) -> list[str]:
+    """Returns the storages of a flag."""
+    if text != ALL:
+        return [each.strip() for each in text.split(";") if each.strip()]
+    return [each for name in STORAGES if name != "dense" for each in EXAMPLES.get(name, (name,))]
+
+
+def _held(model: Model, spec: CacheSpec, rows: int, tokens: int) -> Parts:
+    """Returns the bytes by part of a cache of `tokens` slots, which are all in use."""
+    lengths = np.full(rows, tokens - 1, np.int32)
+    options = CacheOptions(limits=Limits(tokens - 1, 1, shortest=tokens - 1))
+    prepared = prepare(model, spec, lengths, lengths + 1, width=tokens - 1, options=options)
+    found = storage.breakdown(state_shapes(model, prepared.layout, rows))
+    return {part: size for part, size in found.items() if part not in ("stores", "rest") and size}
+
+
 def _add_coded(
-    add: Callable[[str, Context, int, float | None], None],
+    add: Callable[[str, Context, Parts, float | None], None],
     model: Model,
     whole: Context,
     codec: transport.CacheGen | transport.KVTC,
@@ -125,7 +193,10 @@ def _add_coded(
     coded = transport.encode(whole, codec=codec)
     report = transport.report(coded)
     found = transport.decode(coded, model, codec=codec)
-    add(name, found, report.ranges + report.tables + report.codes, report.ideal_bits)
+    # `Report.ranges` of KVTC are the vectors that are exact.
+    first = "exact" if isinstance(codec, transport.KVTC) else "ranges"
+    parts = {first: report.ranges, "tables": report.tables, "codes": report.codes}
+    add(name, found, {part: size for part, size in parts.items() if size}, report.ideal_bits)
 
 
 def _compressed(context: Context) -> dict[str, int]:
@@ -143,15 +214,48 @@ def _compressed(context: Context) -> dict[str, int]:
     return found
 
 
+def _nearest(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Returns each storage with the codec whose bits are nearest, as a ratio; equal: the first."""
+    coded = [each for each in rows if each.ideal is not None]
+    return [
+        (each.name, min(coded, key=lambda own: abs(math.log(own.bits / each.bits))).name)
+        for each in rows
+        if each.name.startswith(STORAGE)
+    ]
+
+
 def _report(rows: Sequence[Row]) -> None:
     full = np.array(rows[0].nats)
-    table = []
-    for each in rows:
-        worse = 100 * (math.exp(float(np.mean(np.array(each.nats) - full))) - 1)
-        low, high = (100 * math.expm1(end) for end in interval(np.array(each.nats) - full, each.name))
-        table.append({
-            "codec": each.name, "bits": f"{each.bits:.2f}", "ideal": "" if each.ideal is None else f"{each.ideal:.2f}",
-            "16 bits over it": f"{16 / each.bits:.1f}", "perplexity": f"{math.exp(float(np.mean(each.nats))):.3f}",
-            "above exact, %": f"{worse:+.2f} ({low:+.2f} to {high:+.2f})",
-        })  # fmt: skip
+
+    def worse(row: Row) -> str:
+        above = np.array(row.nats) - full
+        low, high = (100 * math.expm1(end) for end in interval(above, row.name))
+        return f"{100 * math.expm1(float(np.mean(above))):+.2f} ({low:+.2f} to {high:+.2f})"
+
+    def agreement(row: Row) -> str:
+        return f"{100 * float(np.mean(row.agreement)):.0f} %"
+
+    table = [
+        {
+            "codec": each.name, "bits": f"{each.bits:.2f}",
+            "by part": ", ".join(f"{part} {size * each.bits / each.bytes:.2f}"
+                                 for part, size in each.parts.items()),
+            "ideal of codes": "" if each.ideal is None else f"{each.ideal:.2f}",
+            "16 bits over it": f"{16 / each.bits:.1f}",
+            "perplexity": f"{math.exp(float(np.mean(each.nats))):.3f}", "above exact, %": worse(each),
+            "agreement": agreement(each),
+        }
+        for each in rows
+    ]  # fmt: skip
     print(tabulate(table, headers="keys", tablefmt="github", disable_numparse=True))
+    found = {each.name: each for each in rows}
+    pairs = []
+    for held, codec in _nearest(rows):
+        one, two = found[held], found[codec]
+        pairs.append({
+            "storage": held.removeprefix(STORAGE), "bits": f"{one.bits:.2f}", "above exact, %": worse(one),
+            "agreement": agreement(one), "codec of nearest bits": codec, "its bits": f"{two.bits:.2f}",
+            "its loss, %": worse(two), "its agreement": agreement(two),
+        })  # fmt: skip
+    if pairs:
+        print("\n" + tabulate(pairs, headers="keys", tablefmt="github", disable_numparse=True))

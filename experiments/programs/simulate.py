@@ -23,9 +23,10 @@ from kvjax.planning import (
     preemption,
     storage_attention,
 )  # fmt: skip
-from kvjax.planning.serving_costs import ServedModel, serving_costs
+from kvjax.planning.serving_costs import Budget, ServedModel, evicting_layers, layer_budgets, serving_costs
 from kvjax.planning.topologies import find_target
 from kvjax.policies import Evict, h2o, window
+from kvjax.specs import parse
 from kvjax.transport import plan_transfer
 from kvjax.typing import JsonObject
 from kvjax.units import parse_size, size
@@ -41,7 +42,8 @@ def start(subject: str, values: flags.FlagValues) -> int:
     """
     if values.output_file:
         results.make_file(values.output_file, "output_file")
-    model = ServedModel.of(shapes.by_name(values.shape))
+    held = None if values.storage is None else parse.build("storage", values.storage)
+    model = ServedModel.of(shapes.by_name(values.shape), storage=held)
     rows = SUBJECTS[subject](model, values)
     print(tabulate(rows, headers="keys", tablefmt="github", floatfmt=".4g"))
     print(f"\n{subject} of {values.shape}: planned from closed forms; nothing was measured.")
@@ -56,6 +58,14 @@ def _device(values: flags.FlagValues) -> Device:
     if target.device is None:
         raise ConfigError(f"the numbers of {target.name} are not in the table; name a TPU or a GPU.")
     return target.device
+
+
+def _caches(values: flags.FlagValues) -> list[tuple[str, Budget]]:
+    """Returns the full cache, and the one that a command line asks for, with their names."""
+    if values.policy is None:
+        return [("full", None), (f"{values.budget} slots", values.budget)]
+    budgets = layer_budgets(parse.build("policy", values.policy), shapes.by_name(values.shape), values.tokens)
+    return [("full", None), (values.policy, budgets)]
 
 
 def _percentiles(values: flags.FlagValues) -> list[float]:
@@ -77,8 +87,9 @@ def _numbers(flag: str, given: Sequence[str], example: str) -> list[float]:
 
 def _serving(model: ServedModel, values: flags.FlagValues) -> Rows:
     rows = []
-    for name, budget in (("full", None), (f"{values.budget} slots", values.budget)):
-        made = serving_costs(model, _device(values), values.tokens, budget=budget, statistics=budget is not None)
+    for name, budget in _caches(values):
+        statistics = evicting_layers(model.runs(budget))
+        made = serving_costs(model, _device(values), values.tokens, budget=budget, statistics=statistics)
         rows.append({
             "cache": name, "bytes of a row": size(made.cache), "rows": made.rows, "prompt, s": made.prefill,
             "token of one row, ms": 1e3 * made.decode_step_one_row, "of all rows, ms": 1e3 * made.decode_step_all_rows,
@@ -90,7 +101,7 @@ def _serving(model: ServedModel, values: flags.FlagValues) -> Rows:
 def _layouts(model: ServedModel, values: flags.FlagValues) -> Rows:
     device = _device(values)
     assert device.memory is not None
-    options = {"longest": values.longest, "budget": values.budget, "granule": values.granule}
+    options = {"longest": values.longest, "budget": _caches(values)[1][1], "granule": values.granule}
     row = memory_layouts.row_bytes(model, values.tokens, **options)
     turns = preemption.random_trace(
         values.users, values.turns, rate=values.rate, prompt=values.prompt, output=values.output, seed=values.seed
@@ -120,7 +131,8 @@ def _preemption(model: ServedModel, values: flags.FlagValues) -> Rows:
         values.users, values.turns, rate=values.rate, prompt=values.prompt, output=values.output, seed=values.seed
     )
     rows, shown = [], _percentiles(values)
-    for name, budget in (("full, pages", None), (f"{values.budget} slots", values.budget)):
+    for name, budget in _caches(values):
+        name = "full, pages" if budget is None else name
         for keep_host, overlap in ((False, False), (True, False), (True, True)):
             made = preemption.simulate_preemption(
                 model, _device(values), trace, budget=budget, frequency=values.frequency,
@@ -141,7 +153,7 @@ def _pool(model: ServedModel, values: flags.FlagValues) -> Rows:
         long_share=values.long_share, seed=values.seed,
     )  # fmt: skip
     rows, shown = [], _percentiles(values)
-    for name, budget in (("full", None), (f"{values.budget} slots", values.budget)):
+    for name, budget in _caches(values):
         for pooled in (False, True):
             made = memory_pool.simulate_pool(
                 model, _device(values), trace, instances=values.instances, pooled=pooled, budget=budget
@@ -279,7 +291,7 @@ def _blend(model: ServedModel, values: flags.FlagValues) -> Rows:
     }
     rows: Rows = []
     for name, rate in places.items():
-        load = model.slot_bytes * values.tokens / rate
+        load = model.token_bytes / model.layers * values.tokens / rate
         made = offload_shares.plan_blend(model.layers, load=load, prefill=prefill)
         rows.append({
             "caches of chunks from": name, "load of a layer, ms": 1e3 * load, "compute of a layer, ms": 1e3 * prefill,
@@ -299,7 +311,7 @@ def _transfer(model: ServedModel, values: flags.FlagValues) -> Rows:
             f"--trace={','.join(values.trace)} is not valid; give SECONDS:BYTES/S, such as 0:1e9."
         ) from None
     counts = [min(values.chunk, values.tokens - start) for start in range(0, values.tokens, values.chunk)]
-    numbers = model.layers * model.slot_bytes // model.width
+    numbers = 2 * model.layers * model.kv_heads * model.dim
     bits = sorted(_numbers("bits", values.bits, "2.5,3.6,3.9"))
     if not bits:
         raise ConfigError("--bits needs a number for each level, such as 2.5,3.6,3.9.")

@@ -79,7 +79,7 @@ class CachePhases:
     @property
     def slot(self) -> int:
         """Bytes of a token of all rows, in all layers."""
-        return self.rows * self.model.layers * self.model.slot_bytes
+        return self.rows * self.model.token_bytes
 
     def seconds(self, tokens: int, host: int, recomputed: int) -> float:
         """Returns the seconds of a step with a split: reading, moving and computing again."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvjax.errors import InputError
-from kvjax.planning.serving_costs import ServedModel
+from kvjax.planning.serving_costs import Budget, ServedModel
 
 PAGE = 16  # tokens of a page, as in vLLM
 GRANULE = 2 << 20  # bytes that a GPU's virtual memory is mapped by
@@ -21,7 +21,7 @@ class RowBytes(NamedTuple):
       vattention: in granules of virtual memory, for the keys and for the values of each layer (vAttention,
         arXiv:2405.04437).
       vattention_sliced: the same, with all layers in one tensor.
-      slots: in as many slots as a budget has, and one for the newest token, whatever the text's length.
+      slots: in as many slots as the budget of each layer has, and one for the newest token, whatever the text's length.
     """
 
     reserved: int
@@ -31,23 +31,26 @@ class RowBytes(NamedTuple):
     slots: int
 
 
-def row_bytes(model: ServedModel, tokens: int, *, longest: int, budget: int, granule: int = GRANULE) -> RowBytes:
+def row_bytes(model: ServedModel, tokens: int, *, longest: int, budget: Budget, granule: int = GRANULE) -> RowBytes:
     """Returns the bytes of a row.
 
     Args:
       model: the model.
       tokens: of the row.
       longest: the most tokens that a row can have.
-      budget: the slots of each layer.
+      budget: the slots of each layer, or one number for each; a layer without one has `longest` slots.
       granule: bytes that virtual memory is mapped by, 64 KiB to 2 MiB.
+
+    Raises:
+      InputError: see `ServedModel.runs`.
     """
-    slot, side = model.layers * model.slot_bytes, model.slot_bytes // 2
+    slot, runs = model.token_bytes, model.runs(budget)
     return RowBytes(
         reserved=slot * longest,
         pages=slot * PAGE * math.ceil(tokens / PAGE),
-        vattention=2 * model.layers * granule * math.ceil(tokens * side / granule),
+        vattention=sum(2 * each.layers * granule * math.ceil(tokens * each.slot_bytes / 2 / granule) for each in runs),
         vattention_sliced=granule * math.ceil(slot * tokens / granule),
-        slots=slot * (budget + 1),
+        slots=sum(each.total * (longest if each.budget is None else each.budget + 1) for each in runs),
     )
 
 
@@ -89,7 +92,7 @@ def simulate_layouts(
     *,
     memory: int,
     longest: int,
-    budget: int,
+    budget: Budget,
     granule: int = GRANULE,
 ) -> Mapping[str, LayoutUse]:
     """Runs a trace under each layout: rows start in order of arrival, while what they will ever take fits.
@@ -123,7 +126,7 @@ def simulate_layouts(
             tokens = each.prompt + each.output
             if tokens > longest or size(tokens) > memory:
                 raise InputError(f"a request of {tokens:,} tokens does not fit, as {name}, in {memory:,} bytes.")
-        kept = budget + 1 if name == "slots" else longest
+        runs = model.runs(budget if name == "slots" else None)
         waiting = sorted(trace, key=lambda each: each.arrival)
         running: list[tuple[TracedRow, int]] = []  # and the step in which each started
         step = peak = most = allocated = used = 0
@@ -141,7 +144,10 @@ def simulate_layouts(
             lengths = [row.prompt + step - start + 1 for row, start in running]
             own = sum(map(size, lengths))
             allocated += own
-            used += sum(model.layers * model.slot_bytes * min(length, kept) for length in lengths)
+            used += sum(
+                each.total * min(length, longest if each.budget is None else each.budget + 1)
+                for length in lengths for each in runs
+            )  # fmt: skip
             peak, most = max(peak, own), max(most, len(running))
             step += 1
         found[name] = LayoutUse(peak, 1 - used / allocated if allocated else 0.0, most, step - 1)

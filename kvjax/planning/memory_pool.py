@@ -17,7 +17,7 @@ from kvjax.errors import InputError
 from kvjax.inputs import check_count
 from kvjax.planning.attention_traffic import part_bytes
 from kvjax.planning.preemption import PERCENTILES, percentile
-from kvjax.planning.serving_costs import ServedModel
+from kvjax.planning.serving_costs import Budget, LayerRun, ServedModel, evicting_layers
 
 Placement = tuple[tuple[int, int], ...]  # instances, and the number of slots on each
 
@@ -187,7 +187,7 @@ def simulate_pool(
     *,
     instances: int,
     pooled: bool = True,
-    budget: int | None = None,
+    budget: Budget = None,
     observe: Callable[[Snapshot], None] | None = None,
 ) -> PoolUse:
     """Simulates instances of a server under a trace.
@@ -208,15 +208,15 @@ def simulate_pool(
       trace: the requests.
       instances: the number of instances.
       pooled: whether they hold slots of each other's requests.
-      budget: slots of each layer, with one for the newest token besides; None = a full cache.
+      budget: slots of each layer, with one for the newest token besides; or one number for each, whose bytes are then
+        counted as slots of all layers, rounded up. None = a full cache.
       observe: called after each event, for checks and plots; None = not.
 
     Raises:
       InputError: an argument that is not valid, a device whose numbers are not known or without room for a slot.
     """
     check_count("instances", instances)
-    if budget is not None:
-        check_count("budget", budget)
+    runs = model.runs(budget)
     memory = device.memory
     if not memory or not device.bandwidth or not device.flops or not device.interconnect:
         raise InputError(
@@ -224,17 +224,18 @@ def simulate_pool(
             "give a kvjax.devices.Device that has them."
         )
     _check(trace)
-    slot = model.layers * model.slot_bytes
+    slot = model.token_bytes
     capacity = int((memory - model.weight_bytes) // slot)
     if capacity < 1:
         raise InputError(f"the weights, {model.weight_bytes:,} bytes, leave no room for slots in {device.kind}.")
 
     def most(request: Request) -> int:
         # The last token of an answer is chosen, and not fed.
-        return request.prompt + request.output - 1 if budget is None else budget + 1
+        tokens = request.prompt + request.output - 1
+        return -(-sum(each.total * (tokens if each.budget is None else each.budget + 1) for each in runs) // slot)
 
     def held(tokens: int) -> int:
-        return tokens if budget is None else min(tokens, budget)
+        return -(-model.cache_bytes(tokens, budget) // slot)
 
     arriving = sorted(enumerate(trace), key=lambda each: (each[1].arrival, each[0]))
     queues: list[list[tuple[int, Request]]] = [[] for _ in range(instances)]
@@ -289,7 +290,7 @@ def simulate_pool(
         load = _Load.of(rows)
         for home in idle:
             if rows[home]:
-                step = _step(model, device, rows[home], load, budget)
+                step = _step(model, device, rows[home], load, runs)
                 ends[home] = now + step.seconds
                 slots_moved, parts_moved = slots_moved + step.slots_moved, parts_moved + step.parts_moved
         most_rows = max(most_rows, sum(map(len, rows)))
@@ -312,7 +313,7 @@ def simulate_pool(
     )  # fmt: skip
 
 
-def _step(model: ServedModel, device: Device, rows: Sequence[_Row], load: _Load, budget: int | None) -> _Step:
+def _step(model: ServedModel, device: Device, rows: Sequence[_Row], load: _Load, runs: Sequence[LayerRun]) -> _Step:
     """Returns the costs of a step of an instance.
 
     Args:
@@ -320,10 +321,10 @@ def _step(model: ServedModel, device: Device, rows: Sequence[_Row], load: _Load,
       device: of each instance.
       rows: the instance's requests. They hold the slots that the step writes already.
       load: of all instances.
-      budget: see `simulate_pool`.
+      runs: the layers by their budgets.
     """
     assert device.flops and device.bandwidth and device.interconnect
-    home, slot = rows[0].home, model.layers * model.slot_bytes
+    home, slot = rows[0].home, model.token_bytes
     parts = part_bytes(model.heads, model.kv_heads, model.dim, model.width)
     pair = 4 * model.layers * model.heads * model.dim  # FLOPs of the products of a query with a slot
     flops, slots_moved, parts_moved = float(pair * load.decoding[home]), 0, 0
@@ -331,16 +332,18 @@ def _step(model: ServedModel, device: Device, rows: Sequence[_Row], load: _Load,
     for row in rows:
         away = row.remote_placement()
         if not row.made:
-            flops += model.prefill_flops(row.request.prompt, statistics=budget is not None)
+            flops += model.prefill_flops(row.request.prompt, statistics=evicting_layers(runs))
             slots_moved += slot * sum(own for _, own in away)
             continue
         flops += 2 * model.active
-        evicts = budget is not None and row.request.prompt + row.made > budget
+        tokens = row.request.prompt + row.made
+        evicting = [each for each in runs if each.budget is not None and tokens > each.budget]
         for instance, own in away:
             remote[instance] = remote.get(instance, 0) + own
-            parts_moved += model.layers * (parts.out + parts.back + parts.victim * evicts)
+            parts_moved += model.layers * (parts.out + parts.back) + evicting_layers(evicting) * parts.victim
         # The newest slot is the last one, unless it replaces another one.
-        slots_moved += slot if away and (evicts or row.placement()[-1][0] != home) else 0
+        if away:
+            slots_moved += slot if row.placement()[-1][0] != home else sum(each.total for each in evicting)
     computing = max(flops / device.flops, (model.weight_bytes + slot * load.held[home]) / device.bandwidth)
     others = max(
         (max(pair * own / device.flops, slot * own / device.bandwidth) for own in remote.values()), default=0.0

@@ -16,7 +16,7 @@ from kvjax.devices import Device
 from kvjax.errors import InputError
 from kvjax.inputs import check_count
 from kvjax.planning.memory_layouts import PAGE
-from kvjax.planning.serving_costs import ServedModel
+from kvjax.planning.serving_costs import Budget, ServedModel
 
 PERCENTILES = (50, 95, 99, 99.9)
 PRIORITIES = ("random", "markov")
@@ -109,7 +109,7 @@ def simulate_preemption(
     device: Device,
     trace: Sequence[Turn],
     *,
-    budget: int | None = None,
+    budget: Budget = None,
     prompt_tokens: int = 512,
     copy_seconds: float = 0.0,
     frequency: float = 0.02,
@@ -129,7 +129,8 @@ def simulate_preemption(
       model: the model.
       device: with its memory, and the speeds of its memory, of its host link and of its products.
       trace: the turns.
-      budget: slots of each layer; None = a full cache in pages of 16 tokens.
+      budget: slots of each layer, or one number for each; None = a full cache in pages of 16 tokens, of all layers or
+        of one.
       prompt_tokens: the most tokens of prompts of an iteration.
       copy_seconds: that each copy takes besides its bytes: of each page, or of the slots of a layer, keys and values.
       frequency: redraws of the priorities in an iteration: 0.02 = every 50 iterations.
@@ -152,23 +153,25 @@ def simulate_preemption(
     if not trace:
         raise InputError("the trace has no turns.")
     number_argument("copy_seconds", copy_seconds, minimum=0, maximum=1e3, error=InputError)
-    if budget is not None:
-        check_count("budget", budget)
     room = memory - model.weight_bytes
-    slot, rng = model.layers * model.slot_bytes, np.random.default_rng(seed)
+    runs, rng = model.runs(budget), np.random.default_rng(seed)
 
     def size(tokens: int) -> int:
-        return slot * (PAGE * math.ceil(tokens / PAGE) if budget is None else budget + 1)
+        return sum(
+            each.total * (PAGE * math.ceil(tokens / PAGE) if each.budget is None else each.budget + 1) for each in runs
+        )
 
-    def copies(tokens: int) -> int:
-        return 2 * model.layers * (math.ceil(tokens / PAGE) if budget is None else min(tokens, 1))
+    def move(tokens: int, most: int) -> tuple[int, int]:
+        """Returns the bytes and the copies of at most `most` slots of each layer of a text."""
+        slots = [(each, min(each.held(tokens), most)) for each in runs]
+        copies = sum(
+            2 * each.layers * (math.ceil(own / PAGE) if each.budget is None else min(own, 1)) for each, own in slots
+        )
+        return sum(each.total * own for each, own in slots), copies
 
-    def held(tokens: int) -> int:
-        return tokens if budget is None else min(tokens, budget)
-
-    def outgoing(row: _Row) -> int:
-        """Returns the slots that go out with a row: all, or those that the host does not have."""
-        return min(row.held - row.on_host, held(row.held)) if keep_host else held(row.held)
+    def outgoing(row: _Row) -> tuple[int, int]:
+        """Returns the bytes and copies that go out with a row: all, or what the host does not have."""
+        return move(row.held, row.held - row.on_host if keep_host else row.held)
 
     waiting = _by_user(trace)
     pending = (0, 0, 0)  # bytes, copies and rows that leave with the next step
@@ -224,12 +227,13 @@ def simulate_preemption(
         pending = (0, 0, 0)
         for row in present:
             if row.resident and id(row) not in ids:
-                out = outgoing(row)
-                swap_bytes, swap_copies, swaps = swap_bytes + slot * out, swap_copies + copies(out), swaps + 1
+                out, parts = outgoing(row)
+                swap_bytes, swap_copies, swaps = swap_bytes + out, swap_copies + parts, swaps + 1
                 row.resident, row.on_host = False, row.held
             elif not row.resident and id(row) in ids:
-                if back := held(row.held):
-                    swap_bytes, swap_copies, swaps = swap_bytes + slot * back, swap_copies + copies(back), swaps + 1
+                back, parts = move(row.held, row.held)
+                if back:
+                    swap_bytes, swap_copies, swaps = swap_bytes + back, swap_copies + parts, swaps + 1
                 row.resident = True
         moved += swap_bytes
         swap = swap_bytes / link + swap_copies * copy_seconds
@@ -237,13 +241,14 @@ def simulate_preemption(
         for row, more in chosen:
             if not more:
                 continue
-            before = held(row.held)
-            # Pairs of a query and a key, twice: of the tokens with what is held, and with each other.
-            pairs = 2 * more * before + more**2
-            # With statistics, half as much again of a prompt.
-            passes = 2 if budget is None or row.held >= row.end else 3
-            flops += 2 * model.active * more + passes * model.layers * model.heads * model.dim * pairs
-            read += slot * held(row.held + more)
+            flops += 2 * model.active * more
+            for each in runs:
+                # Pairs of a query and a key, twice: of the tokens with what is held, and with each other.
+                pairs = 2 * more * each.held(row.held) + more**2
+                # With statistics, half as much again of a prompt.
+                passes = 2 if each.budget is None or row.held >= row.end else 3
+                flops += passes * each.layers * model.heads * model.dim * pairs
+                read += each.total * each.held(row.held + more)
         computing = max(flops / compute, read / bandwidth)
         clock += max(computing, swap) if overlap else computing + swap
         for row, more in chosen:
@@ -258,8 +263,8 @@ def simulate_preemption(
                 texts[user], free[user] = row.held, clock
                 # A user who is silent has no slots: the text goes to the host, if another message follows.
                 if waiting[user]:
-                    out = outgoing(row)
-                    pending = (pending[0] + slot * out, pending[1] + copies(out), pending[2] + 1)
+                    out, parts = outgoing(row)
+                    pending = (pending[0] + out, pending[1] + parts, pending[2] + 1)
                     stored[user] = row.held
                 waited[user] += clock - row.began
                 present.remove(row)

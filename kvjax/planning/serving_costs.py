@@ -1,12 +1,50 @@
 """Closed forms of serving: how many rows fit, and how long prompts, steps and switches take (Fu, arXiv:2405.08944)."""
 
+import collections
 import dataclasses
 import math
+import numbers
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
+
+from kvjax.cache.planning.limits import Limits, sizes_for
+from kvjax.cache.planning.lowering import lower
+from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.devices import Device
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown
+from kvjax.inputs import check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import active_parameter_count, parameter_count
+from kvjax.policies.base import Policy
+from kvjax.storage.base import Storage
+
+#: The slots of each layer: one number for all, one for each layer, or None for a full cache, of all layers or of one.
+Budget = int | Sequence[int | None] | None
+
+
+class LayerRun(NamedTuple):
+    """Layers whose slots have the same bytes and the same budget.
+
+    Attributes:
+      layers: how many these are.
+      slot_bytes: of the key and the value of a token, in one of them.
+      budget: the slots of each; None = a full cache.
+    """
+
+    layers: int
+    slot_bytes: int
+    budget: int | None
+
+    @property
+    def total(self) -> int:
+        """Bytes of a token in all of them."""
+        return self.layers * self.slot_bytes
+
+    def held(self, tokens: int) -> int:
+        """Returns the live slots of a text in each of them."""
+        return tokens if self.budget is None else min(tokens, self.budget)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +59,11 @@ class ServedModel:
       dim: features of a head.
       width: bytes of a number of weights, keys and values.
       active_params: those that a token is multiplied by, in a model of experts; None = all.
+      layer_slot_bytes: bytes of the key and the value of a token in each layer, where these are no numbers of `width`
+        bytes, or layers differ; None = `2 * kv_heads * dim * width` in each.
+
+    Raises:
+      InputError: `layer_slot_bytes` is not one whole number of at least 1 for each layer.
     """
 
     params: int
@@ -30,14 +73,42 @@ class ServedModel:
     dim: int
     width: int = 2
     active_params: int | None = None
+    layer_slot_bytes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        given = self.layer_slot_bytes
+        if given is None:
+            return
+        if len(given) != self.layers or not all(_is_count(each) for each in given):
+            raise InputError(
+                f"layer_slot_bytes must be a whole number of at least 1 for each of {self.layers} layers; got "
+                f"{shown(given)}."
+            )
+        object.__setattr__(self, "layer_slot_bytes", tuple(given))
 
     @classmethod
-    def of(cls, config: DecoderConfig, width: int = 2) -> "ServedModel":
-        """Returns the numbers of a decoder."""
+    def of(cls, config: DecoderConfig, width: int = 2, storage: Storage | None = None) -> "ServedModel":
+        """Returns the numbers of a decoder.
+
+        Args:
+          config: the decoder.
+          width: see `ServedModel`; 2 or 4.
+          storage: that holds keys and values, with as many bytes as `Storage.bytes_per_slot` says of each layer; None =
+            numbers of `width` bytes.
+        """
+        by_layer = None
+        if storage is not None:
+            # Names, since NumPy has no bfloat16.
+            dtype = {2: "float16", 4: "float32"}[width]
+            by_layer = tuple(
+                config.num_kv_heads
+                * storage.of_layer(index, config.num_layers).bytes_per_slot(config.head_dim, np.dtype(dtype))
+                for index in range(config.num_layers)
+            )
         return cls(
             params=parameter_count(config), layers=config.num_layers, heads=config.num_heads,
             kv_heads=config.num_kv_heads, dim=config.head_dim, width=width,
-            active_params=active_parameter_count(config),
+            active_params=active_parameter_count(config), layer_slot_bytes=by_layer,
         )  # fmt: skip
 
     @property
@@ -51,23 +122,113 @@ class ServedModel:
         return self.params * self.width
 
     @property
+    def by_layer(self) -> tuple[int, ...]:
+        """Bytes of the key and the value of a token in each layer."""
+        if self.layer_slot_bytes is not None:
+            return self.layer_slot_bytes
+        return (2 * self.kv_heads * self.dim * self.width,) * self.layers
+
+    @property
     def slot_bytes(self) -> int:
-        """Bytes of the key and the value of a token in one layer."""
-        return 2 * self.kv_heads * self.dim * self.width
+        """Bytes of the key and the value of a token in one layer, where all layers are alike.
 
-    def cache_bytes(self, tokens: int, budget: int | None = None) -> int:
-        """Returns the bytes of the cache of a text, of which each layer holds at most `budget` tokens."""
-        return self.layers * self.slot_bytes * (tokens if budget is None else min(tokens, budget))
+        Raises:
+          InputError: layers differ; see `by_layer`.
+        """
+        if len({*self.by_layer}) != 1:
+            raise InputError(
+                "layers have slots of different bytes; read by_layer or token_bytes instead of slot_bytes."
+            )
+        return self.by_layer[0]
 
-    def prefill_flops(self, tokens: int, *, statistics: bool = False) -> float:
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and the values of a token in all layers."""
+        return sum(self.by_layer)
+
+    def runs(self, budget: Budget) -> tuple[LayerRun, ...]:
+        """Returns the layers with a budget of slots, those that are alike together.
+
+        Args:
+          budget: slots of each layer, or of one each, such as `layer_budgets` returns; None = a full cache.
+
+        Raises:
+          InputError: a budget below 1, or another number of budgets than layers.
+        """
+        if budget is None or isinstance(budget, numbers.Integral):
+            own: tuple[int | None, ...] = (None if budget is None else int(budget),) * self.layers
+        elif isinstance(budget, Sequence) and not isinstance(budget, str):
+            own = tuple(budget)
+        else:
+            raise InputError(f"budget must be a number of slots, or one per layer; got {shown(budget)}.")
+        if len(own) != self.layers:
+            raise InputError(f"budget must have a number for each of {self.layers} layers; got {len(own)}.")
+        for each in own:
+            if each is not None:
+                check_count("budget", each)
+        counts = collections.Counter(zip(self.by_layer, own, strict=True))
+        return tuple(LayerRun(layers, slot, each) for (slot, each), layers in counts.items())
+
+    def cache_bytes(self, tokens: int, budget: Budget = None) -> int:
+        """Returns the bytes of the live slots of a text, of which each layer holds at most its budget; see `runs`."""
+        return sum(each.total * each.held(tokens) for each in self.runs(budget))
+
+    def prefill_flops(self, tokens: int, *, statistics: bool | int = False) -> float:
         """Returns the FLOPs of a prompt: weights, and the two causal products of attention.
 
         Args:
           tokens: of the prompt.
-          statistics: whether probabilities are summed over queries, which takes half as much as attention.
+          statistics: whether probabilities are summed over queries, which takes half as much as attention; or the
+            number of layers in which they are.
         """
-        attention = self.layers * self.heads * self.dim * tokens**2
-        return 2 * self.active * tokens + (3 if statistics else 2) * attention
+        layers = self.layers * statistics if isinstance(statistics, bool) else statistics
+        attention = self.heads * self.dim * tokens**2
+        return 2 * self.active * tokens + (2 * self.layers + layers) * attention
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1
+
+
+def evicting_layers(runs: Sequence[LayerRun]) -> int:
+    """Returns the number of layers that have a budget."""
+    return sum(each.layers for each in runs if each.budget is not None)
+
+
+def layer_budgets(policy: Policy | CacheSpec, config: DecoderConfig, tokens: int) -> tuple[int | None, ...]:
+    """Returns the slots that a policy keeps in each layer of a prompt, for `ServedModel.runs`.
+
+    Args:
+      policy: such as ``split_layers(full(), h2o(64), shares=(1, 3))``.
+      config: the decoder.
+      tokens: of the prompt, which budgets that are shares of it are of.
+
+    Raises:
+      InputError: heads of a layer have different numbers of slots, or the policy compresses prompts alone.
+      PolicyError: see `kvjax.generate`.
+    """
+    check_count("tokens", tokens)
+    lengths = np.array([tokens], np.int32)
+    sizes = sizes_for(
+        lengths, 0, width=tokens, block=None, limits=Limits(tokens, 1, shortest=tokens), last_fed=False
+    )  # fmt: skip
+    lowered = lower(as_spec(policy), config, sizes, lengths, implementation="xla", dtype=np.float32)
+    found: list[int | None] = []
+    phases = zip(lowered.layout.prompt, lowered.layout.decode, lowered.budgets.decode, strict=True)
+    for number, (before, groups, budgets) in enumerate(phases):
+        if any(own.policy.budget is not None for own in before) and not any(group.evicts for group in groups):
+            raise InputError(
+                f"policy {before[0].policy.name} compresses prompts and keeps all that follows; plans take policies "
+                "that evict while decoding, and full."
+            )
+        own = {
+            None if each is None or not group.evicts else int(each[0])
+            for group, each in zip(groups, budgets, strict=True)
+        }
+        if len(own) != 1:
+            raise InputError(f"the heads of layer {number} have different numbers of slots, {shown(own)}.")
+        found.append(own.pop())
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +262,7 @@ class ServingCosts:
 
 
 def serving_costs(
-    model: ServedModel, device: Device, tokens: int, *, budget: int | None = None, statistics: bool = False
+    model: ServedModel, device: Device, tokens: int, *, budget: Budget = None, statistics: bool | int = False
 ) -> ServingCosts:
     """Computes what a device of full speed needs to serve texts of `tokens` tokens.
 
@@ -109,7 +270,7 @@ def serving_costs(
       model: the model.
       device: with its memory, and the speeds of its memory, of its host link and of its products.
       tokens: of each text.
-      budget: the slots of each layer; None = a full cache.
+      budget: the slots of each layer, or one number for each; see `ServedModel.runs`. None = a full cache.
       statistics: see `ServedModel.prefill_flops`.
 
     Raises:

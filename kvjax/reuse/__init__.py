@@ -3,9 +3,10 @@
 A request is a prefix, some chunks and a question. `compute` makes the cache of a chunk, once, after the prefix alone;
 `blend` puts caches of chunks one after the other and recomputes the tokens whose values differ most from those of a
 whole prefill (CacheBlend); `craft` chooses among caches of a chunk in several contexts, and recomputes tokens by how
-much they attended to chunks that are missing now (Cache-Craft). `distances` compares both with a whole prefill.
-`parallel` reads chunks that all begin at one position (APE). `edit` replaces tokens within a context, whose later
-tokens move (PIE). Each makes a `kvjax.Context`, which further turns and answers continue.
+much they attended to chunks that are missing now (Cache-Craft); `calibrate_alpha` chooses how many. `distances`
+compares all of these with a whole prefill. `parallel` reads chunks that all begin at one position (APE). `edit`
+replaces tokens within a context, whose later tokens move (PIE). Each makes a `kvjax.Context`, which further turns and
+answers continue.
 
 Two more are trained. `predict` lets a smaller model read a prompt, and maps its keys and values to those of the model
 (KV prediction). `augment` appends slots to a context that a copy of the decoder computes from it (cache augmentation).
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvjax.reuse.augmentation import Coprocessor, augment, initial_coprocessor
     from kvjax.reuse.blending import Blended, blend
     from kvjax.reuse.cache import ChunkCache, compute
+    from kvjax.reuse.calibrating import CalibratedAlpha, calibrate_alpha, smallest_alpha
     from kvjax.reuse.crafting import Crafted, craft
     from kvjax.reuse.editing import Edit, edit
     from kvjax.reuse.learned_files import load_coprocessor, load_predictor, save_coprocessor, save_predictor
@@ -35,6 +37,7 @@ else:
             "kvjax.reuse.augmentation": ("Coprocessor", "augment", "initial_coprocessor"),
             "kvjax.reuse.blending": ("Blended", "blend"),
             "kvjax.reuse.cache": ("ChunkCache", "compute"),
+            "kvjax.reuse.calibrating": ("CalibratedAlpha", "calibrate_alpha", "smallest_alpha"),
             "kvjax.reuse.crafting": ("Crafted", "craft"),
             "kvjax.reuse.editing": ("Edit", "edit"),
             "kvjax.reuse.learned_files": ("load_coprocessor", "load_predictor", "save_coprocessor", "save_predictor"),
@@ -47,8 +50,8 @@ else:
     )
 
 __all__ = [
-    "Blended", "ChunkCache", "ChunkStore", "Coprocessor", "Crafted", "Distances", "Edit", "KVMaps", "Predictor",
-    "Variant", "augment", "blend", "compute", "compute_variants", "craft", "distances", "edit", "fewer_layers",
-    "initial_coprocessor", "initial_predictor", "load_coprocessor", "load_predictor", "parallel", "predict",
-    "save_coprocessor", "save_predictor",
+    "Blended", "CalibratedAlpha", "ChunkCache", "ChunkStore", "Coprocessor", "Crafted", "Distances", "Edit", "KVMaps",
+    "Predictor", "Variant", "augment", "blend", "calibrate_alpha", "compute", "compute_variants", "craft", "distances",
+    "edit", "fewer_layers", "initial_coprocessor", "initial_predictor", "load_coprocessor", "load_predictor",
+    "parallel", "predict", "save_coprocessor", "save_predictor", "smallest_alpha",
 ]  # fmt: skip

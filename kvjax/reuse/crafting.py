@@ -55,8 +55,8 @@ def craft(
       chunks: [n] int each, one after the other.
       question: [n] int, what follows; at least one token.
       policy: see `kvjax.reuse.blend`.
-      alpha: a factor of the share of tokens that are recomputed, at least 0; to be calibrated: the smallest at which
-        answers are as good as wanted.
+      alpha: a factor of the share of tokens that are recomputed, at least 0; `kvjax.reuse.calibrate_alpha` chooses the
+        smallest at which contexts are as good as wanted.
       room: see `kvjax.reuse.blend`.
       options: see `kvjax.CacheOptions`.
       cache: fields of the options.

@@ -207,21 +207,22 @@ def _in_parallel(phase: Phase, how: ParallelContexts) -> Phase:
       InputError: the policy rotates keys to their ranks.
     """
     groups = [group for layer in phase for group in layer]
-    if any(group.slot_axes for group in groups):
-        raise InputError("contexts cannot share positions where slots are divided over devices.")
     if reads := next((group.policy for group in groups if group.policy.params), None):
         raise InputError(f"contexts cannot share positions under {reads.name}, whose scores depend on ages.")
     if any(group.policy.positions != "original" for group in groups):
         raise InputError(
             'contexts cannot share positions under a policy that rotates keys to ranks (positions="cache").'
         )
-    return tuple(
-        tuple(
-            dataclasses.replace(group, parallel=how, attn_implementation="xla", step_implementation=None)
-            for group in layer
-        )
-        for layer in phase
-    )
+
+    def of_group(group: Group) -> Group:
+        made = dataclasses.replace(group, parallel=how, attn_implementation="xla", step_implementation=None)
+        if not group.slot_axes:
+            return made
+        # The part of all contexts must be whole before it is raised to a power: XLA adds it up over devices.
+        over = f"slots over {'+'.join(group.slot_axes)}, {group.slot_parts} devices"
+        return dataclasses.replace(made, by_xla=True, reasons=(f"{over}, which XLA divides: contexts share positions",))
+
+    return tuple(tuple(of_group(group) for group in layer) for layer in phase)
 
 
 @program(static_argnames=("config", "layout"))

@@ -30,6 +30,12 @@ class VariantScores:
         self.variants: list[Variant] = []
         self.scores: list[float] = []
 
+    def copy(self) -> "VariantScores":
+        """Returns the same variants with the same scores."""
+        made = VariantScores()
+        made.variants, made.scores = [*self.variants], [*self.scores]
+        return made
+
     def compare(self, new: Sequence[Chunk], alpha: float) -> list[ContextScore]:
         """Returns what each variant lacks after the chunks `new`."""
         found = []
@@ -116,6 +122,12 @@ class ChunkStore:
 
     def __len__(self) -> int:
         return len(self._chunks)
+
+    def copy(self) -> "ChunkStore":
+        """Returns a store of the same caches, whose further uses and drops do not change this one."""
+        made = ChunkStore(self.model, prefix=self.prefix, max_bytes=self.max_bytes, variants=self.max_variants)
+        made._chunks.update((chunk, own.copy()) for chunk, own in self._chunks.items())
+        return made
 
     @property
     def nbytes(self) -> int:

@@ -39,6 +39,19 @@ def test_facts_are_whole_or_divided(tokenizer):
 
 
 @pytest.mark.sampled(0)
+def test_variants_of_blend_recompute_as_much(tmp_path):
+    text, output = tmp_path / "text.txt", tmp_path / "made.json"
+    text.write_text(TEXT)
+    arguments = ["--requests=2", "--chunks=2", "--tokens=64", "--shares=0.25", "--distances=0"]
+    arguments.append("--methods=blend,gradual,both,linked")
+    assert experiments.chunk_reuse.main(["chunk_reuse", f"--text={text}", f"--output={output}", *arguments]) == 0
+    shares = {each["method"]: each["shares"] for each in json.loads(output.read_text())["methods"]}
+    for method in experiments.chunk_reuse.VARIANTS:
+        # Shares are rounded to tokens.
+        assert shares[method] == pytest.approx(shares["blend"], abs=0.01)
+
+
+@pytest.mark.sampled(0)
 def test_a_small_run(tmp_path, capsys):
     text, output, plot = tmp_path / "text.txt", tmp_path / "made.json", tmp_path / "made.png"
     text.write_text(TEXT)
@@ -55,6 +68,25 @@ def test_a_small_run(tmp_path, capsys):
     assert methods["blend"]["distances"]["value"][0] < methods["reused"]["distances"]["value"][0]
     assert str(tmp_path) not in output.read_text() and plot.read_bytes().startswith(b"\x89PNG")
     assert experiments.chunk_reuse.main(["chunk_reuse", f"--input={output}"]) == 0
-    assert "divided facts" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "divided facts" in shown and "% of: answers, of the whole prefill's" in shown
+    made["methods"] = [each for each in made["methods"] if each["method"] != "craft"]
+    for factor, answers in ((1.0, [True]), (0.5, [False]), (0.0, [False])):
+        right = {"whole": [True], "divided": answers}
+        far = {"key": [], "value": [0.02 if factor else 0.1], "attention": [], "rank_correlation": []}
+        made["methods"].append({"name": f"craft {factor:g}", "method": "craft", "setting": factor, "shares": [0.1],
+                                "right": right, "distances": far, "seconds": []})  # fmt: skip
+    made["methods"][0]["right"] = {"whole": [True], "divided": [True]}
+    output.write_text(json.dumps(made))
+    drawn = tmp_path / "alphas.png"
+    assert experiments.chunk_reuse.main(["chunk_reuse", f"--input={output}", f"--alpha_plot={drawn}"]) == 0
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "smallest factor of craft is 1 that reaches 95 % of: answers" in shown
+    assert "smallest factor of craft is 0.5 that reaches 95 % of: 1 - distance of values" in shown
+    made["methods"] = made["methods"][:1]
+    output.write_text(json.dumps(made))
+    with pytest.raises(ConfigError, match="answers of prefill and craft"):
+        experiments.chunk_reuse.main(["chunk_reuse", f"--input={output}", f"--alpha_plot={drawn}"])
     with pytest.raises(ConfigError, match="not written by"):
         experiments.chunk_reuse.main(["chunk_reuse", f"--input={text}"])

@@ -14,7 +14,8 @@ from kvjax.errors import ConfigError
 def test_a_small_table(tmp_path, capsys):
     text, output = tmp_path / "text.txt", tmp_path / "made.json"
     text.write_text(data.generated_text(6000))
-    arguments = ["--rows=2", "--calibration=2", "--prompt=96", "--scored=16", "--ratios=4", "--storages=int8,nothing"]
+    arguments = ["--rows=2", "--calibration=2", "--prompt=96", "--scored=16", "--ratios=4", "--generated=8"]
+    arguments.append("--storages=int8;int2(32);low_rank(16, 16);nothing")
     argv = ["context_bytes", f"--text={text}", f"--output={output}", *arguments]
     assert experiments.context_bytes.main(argv) == 0
     shown, made = capsys.readouterr(), json.loads(output.read_text())
@@ -25,7 +26,20 @@ def test_a_small_table(tmp_path, capsys):
     assert [each["bits"] for each in levels] == sorted(each["bits"] for each in levels)
     assert all(each["bits"] >= each["ideal"] for each in found.values() if each["ideal"] is not None)
     assert found["KVTC 4, no recent tokens"]["bits"] < found["KVTC 4"]["bits"]
+    assert found["storage int2(32)"]["bits"] == 4 and found["storage low_rank(16, 16)"]["bits"] == 8  # 16 of 64 numbers
+    assert list(made["refused"]) == ["nothing"]
+    coded = {name: each["bits"] for name, each in found.items() if each["ideal"] is not None}
+    for name, nearest in made["nearest"].items():
+        ratios = {codec: max(bits / found[name]["bits"], found[name]["bits"] / bits) for codec, bits in coded.items()}
+        assert ratios[nearest] == min(ratios.values())
+    assert set(found["KVTC 4, no recent tokens"]["parts"]) == {"exact", "codes"}
+    assert set(found["KVTC 4"]["parts"]) == {"exact"}  # the newest 128 tokens are exact, which are all
+    assert set(found["CacheGen 1"]["parts"]) == {"ranges", "codes"}
+    assert found["storage int8"]["parts"]["codes"] == 8 * found["storage int8"]["parts"]["parameters"]
+    assert found["exact, float32"]["agreement"] == [1.0, 1.0]
     for each in found.values():
+        assert sum(each["parts"].values()) == each["bytes"] == pytest.approx(each["bits"] * made["numbers"] / 8)
+        assert all(0 <= share <= 1 for share in each["agreement"])
         assert len(each["nats"]) == 2 and np.abs(np.subtract(each["nats"], found["exact, float32"]["nats"])).max() < 1
         assert each["name"] in shown.out
     assert str(tmp_path) not in output.read_text()

@@ -6,6 +6,7 @@ import pytest
 
 import experiments.simulate
 from kvjax.errors import ConfigError
+from kvjax.units import size
 
 ARGUMENTS = ["--shape=llama2-7b", "--topology=h100:1"]
 
@@ -47,6 +48,26 @@ def test_a_table_and_a_file(subject, tmp_path, capsys):
     if subject == "activations":
         shares = [row["offloaded, %"] for row in made["rows"]]
         assert shares == sorted(shares) and 0 < shares[0] < 100
+
+
+def test_slots_by_layer_and_bytes_of_a_storage(tmp_path):
+    """A quarter of the layers full, the others with 512 slots: of LLaMA 2 7B, 8 and 24 of 32."""
+    file = tmp_path / "made.json"
+    by_layer = ["--policy=split_layers(full(), h2o(512), shares=(1, 3))", "--tokens=4096"]
+    found = {}
+    for storage, slot in ((None, 2 * 32 * 128 * 2), ("int8", 2 * 32 * (128 + 4 * 2))):
+        more = [] if storage is None else [f"--storage={storage}"]
+        assert run("serving", *ARGUMENTS, *by_layer, *more, f"--output_file={file}") == 0
+        full, split = json.loads(file.read_text())["rows"]
+        assert split["cache"] == by_layer[0].removeprefix("--policy=")
+        assert full["bytes of a row"] == size(32 * 4096 * slot)
+        assert split["bytes of a row"] == size((8 * 4096 + 24 * 512) * slot)
+        found[storage] = split["rows"]
+    assert found["int8"] > found[None]
+    for subject in ("layouts", "preemption", "pool"):
+        assert run(subject, *ARGUMENTS, *by_layer, "--users=3", "--requests=4", "--turns=2") == 0
+    with pytest.raises(ConfigError, match="traffic takes --budget"):
+        run("traffic", *ARGUMENTS, *by_layer)
 
 
 def test_chunks_are_sent_at_levels_if_there_is_no_time_to_compute(tmp_path):

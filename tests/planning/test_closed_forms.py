@@ -1,19 +1,22 @@
 """Plans are the closed forms of the worked cases, and simulations are these forms where there is one request."""
 
+import dataclasses
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from kvjax import contexts, devices, policies, reuse
+import kvjax
+from kvjax import contexts, devices, policies, reuse, storage
+from kvjax.cache.layer_stack import arranged_state
 from kvjax.errors import InputError
 from kvjax.models import shapes
 from kvjax.planning import attention_traffic as traffic
+from kvjax.planning import cache_phases, memory_pool, offload_shares, preemption
 from kvjax.planning import memory_layouts as layouts
-from kvjax.planning import offload_shares, preemption
 from kvjax.planning.preemption import Turn
-from kvjax.planning.serving_costs import ServedModel, serving_costs
+from kvjax.planning.serving_costs import ServedModel, layer_budgets, serving_costs
 from tests.tiny import tiny
 
 LARGE = ServedModel(params=34_000_000_000, layers=60, heads=56, kv_heads=8, dim=128)
@@ -51,6 +54,88 @@ def test_bytes_of_plans_are_those_of_arrays():
     forked = contexts.rows(context, [0, 0, 0])
     held = [store.nbytes for layer in forked.state.layers for own in layer for store in jax.tree.leaves(own.stores)]
     assert sum(held) == 3 * plan.cache_bytes(held_slots(context))
+
+
+def test_bytes_by_layer_are_those_of_arrays():
+    """Layers with slots of their own, and bytes of their own: each layer's arrays have what the plan has."""
+    model = tiny().model
+    policy = policies.split_layers(policies.full(), policies.h2o(7))
+    plan = ServedModel.of(model.config, width=4, storage=storage.int8())
+    budgets = layer_budgets(policy, model.config, 16)
+    assert budgets == (None, 7)
+    limits = kvjax.Limits(prompt=16, new_tokens=4, shortest=16)
+    options = {"storage": storage.int8(), "limits": limits}
+    made = arranged_state(kvjax.generate(model, [np.arange(5, 21)], policy, max_new_tokens=4, **options).state, ())
+    layers = [sum(store.nbytes for own in layer for store in jax.tree.leaves(own.stores)) for layer in made.layers]
+    slots = [layer[0].position.shape[2] for layer in made.layers]
+    # The last of the new tokens is not fed.
+    assert slots == [19, 7] and plan.by_layer == (2 * 2 * (8 + 2 * 4),) * 2
+    assert layers == [plan.by_layer[0] * 19, plan.by_layer[1] * 7]
+    assert sum(layers) == plan.cache_bytes(19, budgets)
+    # Plans of slots have one more for the newest token of a layer that evicts, and room for the longest text in others.
+    row = layouts.row_bytes(plan, 19, longest=19, budget=budgets)
+    assert row.slots == sum(layers) + plan.by_layer[1]
+    lowered = layer_budgets(policies.h2o(0.25), model.config, 64)
+    assert lowered == (16, 16)
+    with pytest.raises(InputError, match="compresses prompts"):
+        layer_budgets(policies.snapkv(8, window=4), model.config, 64)
+    with pytest.raises(InputError, match="the heads of layer 0 have different numbers"):
+        layer_budgets(policies.split_heads([[1, 0], [1, 0]], policies.full(), policies.window(4)), model.config, 64)
+
+
+def test_equal_budgets_of_layers_are_one_budget():
+    trace = preemption.random_trace(6, 2, rate=50.0, prompt=60, output=20, seed=1)
+    device = devices.Device("small", 2.1e6, 1e9, 1e10, "given", link=1e8, interconnect=1e8)
+    requests = memory_pool.random_requests(12, rate=50.0, prompt=60, output=20, long=300, long_share=0.2, seed=1)
+    traced = [layouts.TracedRow(0, 60, 20)] * 4
+    for one, by_layer in ((16, (16, 16)), (None, (None, None))):
+        assert SMALL.cache_bytes(100, one) == SMALL.cache_bytes(100, by_layer)
+        assert serving_costs(SMALL, FAST, 100, budget=one) == serving_costs(SMALL, FAST, 100, budget=by_layer)
+        pre = [preemption.simulate_preemption(SMALL, device, trace, budget=each) for each in (one, by_layer)]
+        assert pre[0] == pre[1]
+        pool = [
+            memory_pool.simulate_pool(SMALL, device, requests, instances=2, budget=each) for each in (one, by_layer)
+        ]
+        assert pool[0] == pool[1]
+        rows = [layouts.row_bytes(SMALL, 100, longest=512, budget=each) for each in (one or 16, (16, 16))]
+        assert rows[0] == rows[1]
+        options = {"memory": 1 << 30, "longest": 512}
+        assert layouts.simulate_layouts(SMALL, traced, budget=one, **options) == layouts.simulate_layouts(
+            SMALL, traced, budget=by_layer, **options
+        )
+
+
+def test_layers_add_up():
+    """The plan of two layers that differ is the sum of the plans of each alone."""
+    both = dataclasses.replace(SMALL, layer_slot_bytes=(24, 40))
+    alone = [dataclasses.replace(SMALL, layers=1, layer_slot_bytes=(each,)) for each in (24, 40)]
+    assert (both.token_bytes, both.by_layer) == (64, (24, 40))
+    budgets = (None, 16)
+    assert both.cache_bytes(100, budgets) == 24 * 100 + 40 * 16
+    row = layouts.row_bytes(both, 100, longest=512, budget=budgets, granule=1 << 6)
+    own = [layouts.row_bytes(each, 100, longest=512, budget=budget, granule=1 << 6)
+           for each, budget in zip(alone, budgets, strict=True)]  # fmt: skip
+    assert row.slots == 24 * 512 + 40 * 17
+    for name in ("reserved", "pages", "vattention", "slots"):
+        assert getattr(row, name) == sum(getattr(each, name) for each in own)
+    assert both.prefill_flops(50, statistics=1) == pytest.approx(
+        2 * both.params * 50 + 5 * both.heads * both.dim * 50**2
+    )
+    # One turn, whose steps read what each layer holds.
+    made = preemption.simulate_preemption(both, FAST, [Turn(0, 0, 0.0, 64, 3)], budget=budgets, prompt_tokens=64)
+    assert made.ttft[50] == pytest.approx(
+        max(both.prefill_flops(64, statistics=1) / FAST.flops,
+            (both.weight_bytes + both.cache_bytes(64, budgets)) / FAST.bandwidth)
+    )  # fmt: skip
+    steps = [(both.weight_bytes + both.cache_bytes(tokens, budgets)) / FAST.bandwidth for tokens in (65, 66)]
+    assert made.seconds == pytest.approx(made.ttft[50] + sum(steps))
+    # Of two turns with memory for all, what goes to the host and back is what each layer holds.
+    trace = [Turn(0, 0, 0.0, 100, 10), Turn(0, 1, 0.0, 50, 5)]
+    assert preemption.simulate_preemption(both, FAST, trace, budget=budgets).moved == 2 * both.cache_bytes(109, budgets)
+    phases = cache_phases.CachePhases(
+        model=both, device_bytes=6400, host_bytes=1e9, bandwidth=1e9, link=1e8, compute=1e10
+    )
+    assert phases.split(150).device == 100
 
 
 def held_slots(context):
@@ -192,6 +277,11 @@ def test_a_row_that_computes_nothing_reads_nothing():
         (lambda: preemption.simulate_preemption(SMALL, FAST, [Turn(0, 0, 0.0, 5, 5)], budget=-5), "budget"),
         (lambda: preemption.simulate_preemption(SMALL, FAST, [Turn(0, 0, 0.0, 5, 5)], copy_seconds=-1), "copy_seconds"),
         (lambda: preemption.simulate_preemption(SMALL, FAST, []), "no turns"),
+        (lambda: SMALL.cache_bytes(5, (4,)), "for each of 2 layers; got 1"),
+        (lambda: SMALL.cache_bytes(5, (4, 0)), "budget"),
+        (lambda: SMALL.cache_bytes(5, "4"), "one per layer"),
+        (lambda: dataclasses.replace(SMALL, layer_slot_bytes=(8,)), "each of 2 layers"),
+        (lambda: dataclasses.replace(SMALL, layer_slot_bytes=(8, 16)).slot_bytes, "different bytes"),
         (lambda: layouts.simulate_layouts(SMALL, [], memory=1, longest=1, budget=1), "no requests"),
         (lambda: layouts.simulate_layouts(SMALL, [layouts.TracedRow(float("nan"), 1, 1)], memory=1 << 20, longest=9,
                                           budget=1), "whole numbers"),

@@ -155,6 +155,46 @@ def test_a_chunk_in_its_old_context_needs_no_repair(model):
     assert_close(other.blended.context, contexts.prefill(model, whole, policies.full()))
 
 
+def test_alpha_is_the_smallest_that_reaches_a_target(model):
+    prefix = reuse.compute(model, PREFIX)
+    store = reuse.ChunkStore(model, prefix=prefix, max_bytes=1 << 24)
+    store.add(reuse.compute_variants(model, CHUNKS, prefix))
+    requests = [(CHUNKS[::-1], QUESTION), (CHUNKS[1:], QUESTION)]
+    uses = {chunk: [*own.scores] for chunk, own in store._chunks.items()}
+    alphas = (3.0, 0.0, 0.5, 1.0, 1e6)
+    made = reuse.calibrate_alpha(store, requests, target=0.9999, alphas=alphas)
+    assert made.alpha in alphas and list(made.alphas) == sorted(alphas)[: len(made.alphas)]
+    means = made.quality.mean(axis=1)
+    assert (means[:-1] < 0.9999).all() and means[-1] >= 0.9999
+    # What is measured is what `craft` makes.
+    for alpha, quality, share in zip(made.alphas, made.quality, made.share, strict=True):
+        for own, (chunks, question) in enumerate(requests):
+            context = reuse.craft(store.copy(), chunks, question, alpha=alpha).blended
+            assert quality[own] == pytest.approx(1 - reuse.distances(model, context).value.mean(), abs=1e-6)
+            chunked = context.active[:, len(PREFIX) : -len(QUESTION)]
+            assert share[own] == pytest.approx(chunked.mean())
+    assert (made.share[0] == 0).all() and (np.diff(made.share, axis=0) >= 0).all()
+    assert {chunk: own.scores for chunk, own in store._chunks.items()} == uses  # trials are no uses
+    # Of a quality of the caller's own, with the request's number.
+    right = {0.0: (1, 0), 0.5: (1, 1), 1.0: (0, 0), 3.0: (1, 1)}
+    asked = iter([each for pair in right.values() for each in pair])
+    chosen = reuse.calibrate_alpha(
+        store, requests, target=1.0, quality=lambda number, made: float(next(asked)), alphas=list(right)
+    )
+    assert chosen.alpha == 0.5 and chosen.quality.tolist() == [[1, 0], [1, 1]]
+    assert reuse.smallest_alpha(right, 1.0) == 0.5 and reuse.smallest_alpha(right, 0.5) == 0.0
+    assert reuse.smallest_alpha({1.0: [0, 1]}, 0.6) is None
+    for options, match in (
+        ({"target": 1.5, "alphas": (0.0,)}, "no factor reaches a mean quality of 1.5; the means are 0: "),
+        ({"target": 0.5, "alphas": ()}, "at least one factor"),
+        ({"target": 0.5, "alphas": (-1.0,)}, "each factor"),
+    ):
+        with pytest.raises(InputError, match=match):
+            reuse.calibrate_alpha(store, requests, **options)
+    with pytest.raises(InputError, match="at least one pair"):
+        reuse.calibrate_alpha(store, [], target=0.5)
+
+
 def test_a_store_has_a_bound_and_variants(model):
     prefix = reuse.compute(model, PREFIX)
     one = reuse.compute(model, CHUNKS[0], prefix).nbytes

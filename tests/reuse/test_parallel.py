@@ -1,5 +1,11 @@
 """Contexts that share positions: worked cases, attention as it is at T = s = 1, and any order."""
 
+import json
+import os
+import re
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -8,6 +14,7 @@ from kvjax import contexts, policies, reuse, transport
 from kvjax.cache.layer_stack import arranged_state
 from kvjax.errors import InputError
 from kvjax.numerics.statistics import Statistic
+from tests.conftest import ROOT, XLA_FLAGS
 from tests.reuse.test_chunks import CHUNKS, PREFIX, QUESTION, assert_close
 from tests.reuse.test_worked_examples import IDS, cases, divided, prefix_of, stories  # noqa: F401, a fixture
 from tests.tiny import tiny
@@ -133,3 +140,27 @@ def test_what_is_refused(model, caches, tmp_path):
     ):
         with pytest.raises(InputError, match=match):
             function()
+
+
+@pytest.mark.sampled(0)
+def test_slots_over_devices_equal_one_device(tmp_path):
+    """Simulated devices exist only if XLA is told before jax starts, so that a subprocess runs the cases."""
+    names = ("full", "window")
+    dump = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    environment = os.environ | {
+        "XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count=4 {dump}", "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "0",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tests.reuse.parallel_checks", *names]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = {each["name"]: each for each in map(json.loads, done.stdout.splitlines())}
+    for name, parts in zip(names, (4, 2), strict=True):
+        each = found[name]
+        assert each["kept"] and each["text"] and each["logits"] < 1e-4, each
+        assert each["axes"] == ["context"] and each["own_slots"] == each["slots"] // parts
+        assert f"slots over context, {parts} devices, which XLA divides: contexts share positions" in each["says"]
+    # A step of decoding gathers no keys and values.
+    programs = [each.read_text() for each in tmp_path.glob("*jit_decode_steps*after_optimizations.txt")]
+    divided = [each for each in programs if "num_partitions=4" in each]
+    assert divided and not any(re.search(r"f32\[1,\d+,\d+,8\]\S* all-gather", each) for each in divided)

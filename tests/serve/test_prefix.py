@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import contexts, policies, selection, storage
+from kvjax import contexts, policies, selection, storage, transport
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import CheckpointError, InputError
 from kvjax.generation.generate import decode
@@ -151,6 +151,22 @@ def test_a_prefix_under_functions_of_ones_own(tmp_path):
     mine.write_text(OWN + "# Changed.\n")
     with pytest.raises(CheckpointError, match="saved with another policy"):
         runner(1.0).load_prefix(tmp_path / "saved")
+
+
+def test_a_prefix_in_codes(tmp_path):
+    """A saved prefix takes a codec of contexts: what is loaded is what the codec decodes, and requests continue it."""
+    runner = runner_for("matched")
+    prefix, codec = runner.prefix(CONTEXT[:20]), transport.CacheGen(level=3)
+    runner.save_prefix(tmp_path / "coded", prefix, codec=codec)
+    found = runner.load_prefix(tmp_path / "coded", codec=codec)
+    expected = transport.decode(transport.encode(prefix, codec=codec), runner.model, SPECS["matched"], codec=codec)
+    assert_equal(found, expected)
+    assert length_of(found) == 20
+    runner.submit(Request(tokens=[5, 6], max_new_tokens=4, prefix=found))
+    (done,) = runner
+    assert len(done.tokens) == 4
+    with pytest.raises(CheckpointError, match="saved with codec cachegen; got no codec"):
+        runner.load_prefix(tmp_path / "coded")
 
 
 def test_prefixes_that_cannot_be_used(tmp_path):

@@ -21,6 +21,7 @@ FIGURES: Mapping[str, str] = {
     "storages": "experiments/measured/notes.md#what-a-storage-costs-in-perplexity",
     "storages, SmolLM2": "docs/storages.md#on-smollm2-135m-instruct",
     "slots read": "experiments/measured/notes.md#what-a-selection-must-read-on-smollm2",
+    "selections": "docs/leaderboard.md#selections-on-kvjax-tiny",
     "pages of prompts": "docs/selections.md#prompts-that-read-pages",
     "chunks": "docs/reuse.md#how-well",
     "edits": "docs/reuse.md#how-well-after-edits",

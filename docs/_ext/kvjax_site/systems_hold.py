@@ -86,7 +86,7 @@ HOLD = (
 
 LOOK = (
     System(
-        "look", "SparQ", "2312.04985", ("kvjax.selection.sparf",), test=CHOICES,
+        "look", "SparQ", "2312.04985", ("kvjax.selection.sparf",), test=CHOICES, figure="selections",
         form="heads of a group choose together; ranking reads keys whole, which are held once",
     ),
     System(
@@ -127,6 +127,7 @@ LOOK = (
     System("look", "LServe", "2502.14866", ("kvjax.selection.lserve",), test=CHOICES, figure="pages of prompts"),
     System(
         "look", "ReKV", "2503.00540", ("kvjax.selection.rekv",), test="tests/selection/test_turns.py",
+        figure="selections",
         spec=(("selection", "rekv(page=16, budget=512, in_prompt=True)"), ("storage", "dense(memory='host')")),
         form="of texts: no encoder of videos; keys keep their positions",
     ),

@@ -42,7 +42,8 @@ REUSE = (
         "reuse", "APE", "2502.05431", ("kvjax.reuse.parallel",), test="tests/reuse/test_parallel.py", figure="chunks",
     ),
     System(
-        "reuse", "Cache-Craft", "2502.15734", ("kvjax.reuse.craft", "kvjax.reuse.compute_variants"),
+        "reuse", "Cache-Craft", "2502.15734",
+        ("kvjax.reuse.craft", "kvjax.reuse.compute_variants", "kvjax.reuse.calibrate_alpha"),
         test="tests/reuse/test_worked_examples.py", figure="chunks",
         form="without the early stop for chunks that a question ignores",
     ),
@@ -70,7 +71,7 @@ SHARE = (
     ),
     System(
         "share", "BatchLLM", "2412.03594", ("kvjax.serve.grouping.prefix_groups", "kvjax.contexts.with_prefix"),
-        test="tests/serve/test_grouping.py", command="python -m experiments.batch",
+        test="tests/serve/test_grouping.py", command="python -m experiments.batch", figure="shared",
         form="groups and their order; a batch's rows have copies of what they share, which `with_prefix` holds once",
     ),
     System(
