@@ -253,6 +253,18 @@ def _speculate(rows: Sequence[Row]) -> "Figure":
     return figure
 
 
+def _equality(rows: Sequence[Row]) -> "Figure":
+    shown = []
+    for draft, sampler in dict.fromkeys((row["draft"], row["sampler"]) for row in rows):
+        own = [row for row in rows if (row["draft"], row["sampler"]) == (draft, sampler)]
+        name = f"{draft}, {sampler.partition('(')[0]}"
+        shown.append({"name": name, "differ": sum(row["rows that differ"] for row in own)})
+    figure, panels = new_figure(1, figsize=(8, 1.2 + 0.32 * len(shown)))
+    _bars(panels[0, 0], shown, "name", "differ", ".0f")
+    style(panels[0, 0], "Rounds of drafts against plain decoding", "rows that differ, of all numbers of drafts")
+    return figure
+
+
 def _lm_eval(rows: Sequence[Row]) -> "Figure":
     named = [row | {"name": f"{row['task']}, {row['shots']} shots, {row['side']}"} for row in rows]
     value, unit = "times as fast", "times as fast as --model hf (median)"
@@ -310,5 +322,6 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "prefixes": _serve,
     "shared": _shared,
     "speculate": _speculate,
+    "equality": _equality,
     "answers": _answers,
 }

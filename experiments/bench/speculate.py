@@ -69,16 +69,10 @@ def drafter(text: str, slots: int) -> Drafter:
 
 def run(values: flags.FlagValues) -> list[JsonObject]:
     """A row for every length, draft and γ; see `one_setting`."""
-    contexts = lengths(values) or [CONTEXT]
-    if not all(each.isdecimal() and int(each) for each in values.gammas):
-        raise ConfigError(f"--gammas={','.join(values.gammas)!r} is not valid; give numbers of drafts, such as 2,4.")
-    gammas = [int(each) for each in values.gammas]
+    contexts, gammas = lengths(values) or [CONTEXT], gammas_of(values)
     drafts = {text: drafter(text, values.slots) for text in values.drafts or DRAFTS}
     room = max(values.tokens, max(gammas) + 2)  # a block of drafts, and a token after it
-    if values.shape:
-        model = random_model(shape(values.shape), max(contexts) + room, values.dtype)
-    else:
-        model = kvjax.load(values.model or MODEL, dtype=values.dtype)
+    model = model_of(values, max(contexts) + room)
     sampler: Sampler = Sample(values.temperature, top_p=values.top_p) if values.temperature else Greedy()
     device, rows = local_device(jax.devices()[:1]), list[JsonObject]()
     for context in contexts:
@@ -95,6 +89,24 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
             *([other[name] for other in alike] for name in ("context", "ms/token, plain", "ms/token"))
         )
     return rows
+
+
+def gammas_of(values: flags.FlagValues) -> list[int]:
+    """Returns the numbers of drafts of --gammas.
+
+    Raises:
+      ConfigError: one is no number of at least 1.
+    """
+    if not all(each.isdecimal() and int(each) for each in values.gammas):
+        raise ConfigError(f"--gammas={','.join(values.gammas)!r} is not valid; give numbers of drafts, such as 2,4.")
+    return [int(each) for each in values.gammas]
+
+
+def model_of(values: flags.FlagValues, positions: int) -> kvjax.Model:
+    """Returns the model of --model, or one of random weights of --shape that takes `positions` tokens."""
+    if values.shape:
+        return random_model(shape(values.shape), positions, values.dtype)
+    return kvjax.load(values.model or MODEL, dtype=values.dtype)
 
 
 def prompts(values: flags.FlagValues, model: kvjax.Model, context: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from experiments.bench import (
     contestants,
     decode,
     device,
+    equality,
     every_policy,
     figures,
     first_use,
@@ -67,6 +68,7 @@ TASKS = {
     "prefixes": prefixes.run,
     "shared": shared.run,
     "speculate": speculate.run,
+    "equality": equality.run,
     "answers": answers.run,
 }
 #: Tasks that measure peers, and what checks their flags before it is asked whether the peers are installed.

@@ -13,6 +13,7 @@ from experiments.bench import (
     contestants,
     decode,
     device,
+    equality,
     every_policy,
     fill,
     kernels,
@@ -31,6 +32,7 @@ from kvjax import policies, products
 from kvjax.cache import CacheSpec, Limits
 from kvjax.devices import DEVICES, Device
 from kvjax.errors import ConfigError, KvjaxError
+from kvjax.generation.generate import generate
 from kvjax.generation.prefill import prefill
 from kvjax.models import shapes
 from kvjax.models.parameters import parameter_count
@@ -538,6 +540,35 @@ def test_speculate(tmp_path):
     assert row["ms/round"] == pytest.approx(1.5 * row["ms/token"]) and row["speed-up, planned"] > 0
     with pytest.raises(ConfigError, match="--gammas='0' is not valid"):
         main(["bench", "speculate", *QUICK, "--gammas=0"])
+
+
+def test_the_tokens_of_drafts_are_those_of_plain_decoding(tmp_path):
+    """A row for each sampler. A draft that reads everything is always right."""
+    arguments = ("--context=20", "--batch=3", "--drafts=seen(window(64))", "--gammas=2", "--against=none")
+    greedy, sampled = bench(tmp_path, "equality", *arguments)
+    assert greedy["sampler"].startswith("Greedy") and sampled["sampler"].startswith("Sample")
+    for row in (greedy, sampled):
+        assert (row["rows"], row["new tokens"], row["γ"]) == (3, 4, 2)
+        assert row["rows that differ"] == row["near-ties"] == row["not near-ties"] == 0
+        assert row["largest gap"] is None and row["acceptance"] == 1
+
+
+def test_tokens_that_differ_are_found_and_are_no_near_ties():
+    """Scores are what the sampler chose by: plain decoding's own tokens are the largest of them."""
+    model = contestants.random_model(dataclasses.replace(shapes.by_name("tiny"), max_positions=64), 64)
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5]]
+    for sampler in equality.SAMPLERS:
+        plain = np.asarray(
+            generate(model, prompts, policies.full(), max_new_tokens=4, sampler=sampler, key=jax.random.key(0)).tokens
+        )
+        assert equality.differences(model, prompts, plain, plain.copy(), sampler) == []
+        other = plain.copy()
+        other[1, 2] = (plain[1, 2] + 1) % model.config.vocab_size
+        (found,) = equality.differences(model, prompts, plain, other, sampler)
+        assert (found.row, found.place) == (1, 2) and found.gap > equality.NEAR
+        scores = equality.scores_of(model, [*prompts[1], *map(int, plain[1, :2])], sampler, 1)
+        assert int(np.argmax(scores)) == plain[1, 2]
+        assert found.gap == scores[plain[1, 2]] - scores[other[1, 2]]
 
 
 def test_the_chance_of_drafts_by_hand():
