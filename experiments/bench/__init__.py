@@ -101,7 +101,7 @@ decoding, times of a token, of a round and of its steps, the speed-up, what the 
 machine predict of it, and, of several lengths, the length from which rounds are faster. --drafts are selections,
 seen(POLICY) or own(POLICY) with --slots. Prompts are not timed. On a CPU, times are CPU seconds of the whole process.
 equality: --tokens new tokens (128) after --batch prompts (64) of up to --context tokens, plain and in rounds of
---gammas (1 to 8) drafts, greedy and by samples: the rows whose tokens differ, and how many of them do at a near-tie, where plain
-decoding's choice is at most 0.001 above the other token in logits (with the noise of samples). --drafts are those of
-speculate; `A + B` are levels, and `int4: own(POLICY)` is the model with weights of 4 bits.
+--gammas (1 to 8) drafts, greedy and by samples: the rows whose tokens differ, and how many of them do at a near-tie,
+where plain decoding's choice is at most 0.001 above the other token in logits (with the noise of samples). --drafts are
+those of speculate; `A + B` are levels, and `int4: own(POLICY)` is the model with weights of 4 bits.
 """
