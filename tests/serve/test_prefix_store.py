@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, policies, storage
-from kvjax.cache import Limits
+from kvjax.cache import Limits, layers_of
 from kvjax.generation.sampling import Sample
 from kvjax.policies import Fraction
 from kvjax.serve import Request, Runner
@@ -52,6 +52,18 @@ def answers(spec, block, store=None, *, order=range(len(PROMPTS)), namespaces=(N
             Request(tokens=PROMPTS[number], max_new_tokens=4, number=number, sampler=sampler, namespace=namespace)
         )
     return dict(zip(order, sorted(runner, key=lambda result: result.id), strict=True)), runner
+
+
+def test_rows_have_copies_of_the_states_that_they_continue():
+    """So that their bytes are those of the layout, and those of a store come on top."""
+    store = kvjax.PrefixStore(1 << 20)
+    _, runner = answers(policies.full(), BLOCK, store)
+    held = [group for _, group in layers_of(runner._rows.state)]
+    assert sum(leaf.nbytes for group in held for leaf in (group.key, group.value)) == runner.prompts.layout.bytes(2)
+    stored = [state.value for own in store.trie._used.values() for state in own.values()]
+    assert store.hits and store.nbytes == sum(
+        leaf.nbytes for each in stored for leaf in jax.tree.leaves((each.state, each.logits))
+    ) + sum(state.tokens.nbytes for own in store.trie._used.values() for state in own.values())
 
 
 @pytest.mark.sampled(1)
