@@ -452,7 +452,8 @@ def test_caches_whose_prompts_are_stored_by_default(monkeypatch):
         return program.runner_for(command.parser().parse_args(given)).prefix_store
 
     half = "--budget=0.5"
-    for flags in (["--policy=full"], ["--policy=snapkv(window=4)", half], ["--policy=full", "--selection=quest(4, 16)"]):
+    chosen = ["--policy=full", "--selection=quest(4, 16)"]
+    for flags in (["--policy=full"], ["--policy=snapkv(window=4)", half], chosen):
         assert store_of(*flags).max_bytes == 10**9, flags
     for flags in (["--policy=h2o", half], ["--policy=window", half], ["--policy=full", "--storage=int8"]):
         assert store_of(*flags) is None, flags
