@@ -265,6 +265,21 @@ def _equality(rows: Sequence[Row]) -> "Figure":
     return figure
 
 
+def _budgets(rows: Sequence[Row]) -> "Figure":
+    drafts = list(dict.fromkeys(row["draft"] for row in rows))
+    color = dict(zip(drafts, itertools.cycle(COLORS), strict=False))
+    figure, panels = new_figure(1, figsize=(7, 3.8))
+    ends = []
+    for draft in drafts:
+        line = [(row["slots"], row["chance"]) for row in rows if row["draft"] == draft]
+        panels[0, 0].plot(*zip(*line, strict=True), "o-", color=color[draft])
+        ends.append((*line[-1], draft, color[draft]))
+    panels[0, 0].set_xscale("log", base=2)
+    style(panels[0, 0], f"Drafts after {rows[0]['context']:,} tokens", "slots", "chance that a draft is accepted")
+    label_lines(panels[0, 0], ends)
+    return figure
+
+
 def _lm_eval(rows: Sequence[Row]) -> "Figure":
     named = [row | {"name": f"{row['task']}, {row['shots']} shots, {row['side']}"} for row in rows]
     value, unit = "times as fast", "times as fast as --model hf (median)"
@@ -323,5 +338,6 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "shared": _shared,
     "speculate": _speculate,
     "equality": _equality,
+    "budgets": _budgets,
     "answers": _answers,
 }

@@ -16,6 +16,7 @@ from experiments import peers, results
 from experiments.bench import (
     accelerator,
     answers,
+    budgets,
     contestants,
     decode,
     device,
@@ -69,6 +70,7 @@ TASKS = {
     "shared": shared.run,
     "speculate": speculate.run,
     "equality": equality.run,
+    "budgets": budgets.run,
     "answers": answers.run,
 }
 #: Tasks that measure peers, and what checks their flags before it is asked whether the peers are installed.
