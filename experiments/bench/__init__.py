@@ -98,9 +98,11 @@ answers are equal token by token, and how many are right. kvpress needs a separa
 (--python=kvpress=PYTHON).
 speculate: --tokens new tokens after prompts of --context tokens (of --text), plain and in rounds of --gammas drafts,
 greedy or with --temperature: accepted drafts of each place, tokens per round, rows whose tokens differ from plain
-decoding, times of a token, of a round and of its steps, the speed-up, what the times of steps and the plan of this
-machine predict of it, and, of several lengths, the length from which rounds are faster. --drafts are selections,
-seen(POLICY) or own(POLICY) with --slots. Prompts are not timed. On a CPU, times are CPU seconds of the whole process.
+decoding, times of a token, of a round and of its steps, the speed-up, and what the times of steps and the plan of this
+machine predict of it. Of several lengths, the length from which rounds are faster as planned, by the times of steps,
+and as measured. --drafts are selections, seen(POLICY) or own(POLICY) with --slots. With --memory=host the model's cache
+is in host memory, and the plan takes the measured speed of the link. Prompts are not timed. On a CPU, times are CPU
+seconds of the whole process.
 equality: --tokens new tokens (128) after --batch prompts (64) of up to --context tokens, plain and in rounds of
 --gammas (1 to 8) drafts, greedy and by samples: the rows whose tokens differ, and how many of them do at a near-tie,
 where plain decoding's choice is at most 0.001 above the other token in logits (with the noise of samples). --drafts are

@@ -66,7 +66,13 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     # [B]: from the shortest to the longest
     ends = np.linspace(min(SHORTEST, longest), longest, len(tokens)).astype(int)
     ragged = [row[:end].tolist() for row, end in zip(tokens, ends, strict=True)]
-    return list(compare(model, ragged, drafts, gammas=gammas, samplers=SAMPLERS, new_tokens=values.tokens))
+    rows = list[JsonObject]()
+    for name, draft in drafts.items():
+        if rows:
+            # Programs of a number of drafts take some 150 MB, and are not used again.
+            jax.clear_caches()
+        rows += compare(model, ragged, {name: draft}, gammas=gammas, samplers=SAMPLERS, new_tokens=values.tokens)
+    return rows
 
 
 def draft_of(text: str, model: Model, slots: int) -> Draft:

@@ -535,9 +535,15 @@ def test_speculate(tmp_path):
     # Two drafts and a token more, and then the fourth, of which a draft is accepted.
     assert (row["accepted by place"], row["α"], row["rows that differ"]) == ("2/2 1/1", 1, 0)
     assert row["tokens/round by α"] == 3 and row["clock"] == "CPU" and row["break-even, measured"] is None
+    assert (
+        row["memory"] == "device" and row["break-even by steps"] is row["planned/measured"] is row["link GB/s"] is None
+    )
     steps = 2 * row["ms/draft step"] + row["ms/verification"]
     assert row["speed-up by steps"] == pytest.approx(1.5 * row["ms/token, plain"] / steps)
     assert row["ms/round"] == pytest.approx(1.5 * row["ms/token"]) and row["speed-up, planned"] > 0
+    (far,) = bench(tmp_path, "speculate", *arguments[:1], "--drafts=quest(4, 12, first_layer=0)", "--gammas=2",
+                   "--slots=64", "--against=none", "--memory=host")  # fmt: skip
+    assert (far["memory"], far["rows that differ"]) == ("host", 0) and far["link GB/s"] > 0
     with pytest.raises(ConfigError, match="--gammas='0' is not valid"):
         main(["bench", "speculate", *QUICK, "--gammas=0"])
 
