@@ -39,12 +39,11 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     if len(sizes) > 1:
         raise ConfigError(f"bench budgets takes one --context; got {','.join(values.context)}.")
     (context,) = sizes
-    if values.batch is None:
-        values.batch = ROWS
     model = model_of(values, context + values.tokens + 2)
-    prompt = prompts(values, model, context)
-    options = {"max_new_tokens": values.tokens, "sampler": SAMPLER, "key": jax.random.key(0)}
-    new = kvjax.generate(model, prompt, policies.full(), **options).tokens
+    prompt = prompts(values, model, context, ROWS)
+    new = kvjax.generate(
+        model, prompt, policies.full(), max_new_tokens=values.tokens, sampler=SAMPLER, key=jax.random.key(0)
+    ).tokens
     # [B, n + N]
     text = np.concatenate([prompt, new], axis=1)
     rows = []

@@ -58,11 +58,9 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
         raise ConfigError(f"bench equality takes one --context, the longest prompt; got {','.join(values.context)}.")
     (longest,) = sizes
     gammas = gammas_of(values) if values["gammas"].present else GAMMAS
-    if values.batch is None:
-        values.batch = ROWS
     model = model_of(values, longest + values.tokens + max(gammas) + 1)
     drafts = {text: draft_of(text, model, values.slots) for text in values.drafts or DRAFTS}
-    tokens = prompts_of(values, model, longest)
+    tokens = prompts_of(values, model, longest, ROWS)
     # [B]: from the shortest to the longest
     ends = np.linspace(min(SHORTEST, longest), longest, len(tokens)).astype(int)
     ragged = [row[:end].tolist() for row, end in zip(tokens, ends, strict=True)]
@@ -120,7 +118,7 @@ def compare(
       new_tokens: of each row.
     """
     for sampler in samplers:
-        options = {"max_new_tokens": new_tokens, "sampler": sampler, "key": jax.random.key(0)}
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, "sampler": sampler, "key": jax.random.key(0)}
         plain = np.asarray(kvjax.generate(model, prompts, policies.full(), **options).tokens)
         for name, draft in drafts.items():
             for gamma in gammas:
@@ -162,14 +160,14 @@ def differences(
       sampler: that chose both, with ``jax.random.key(0)``.
     """
     found = []
-    for row in np.flatnonzero((plain != made).any(axis=1)):
+    for row in map(int, np.flatnonzero((plain != made).any(axis=1))):
         place = int(np.argmax(plain[row] != made[row]))
         # [V]
-        scores = scores_of(model, [*prompts[row], *map(int, plain[row, :place])], sampler, int(row))
+        scores = scores_of(model, [*prompts[row], *map(int, plain[row, :place])], sampler, row)
         # Of two that are excluded the difference is no number.
         with np.errstate(invalid="ignore"):
             gap = abs(float(scores[plain[row, place]] - scores[made[row, place]]))
-        found.append(Difference(int(row), place, gap))
+        found.append(Difference(row, place, gap))
     return found
 
 

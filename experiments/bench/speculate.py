@@ -124,9 +124,9 @@ def model_of(values: flags.FlagValues, positions: int) -> kvjax.Model:
     return kvjax.load(values.model or MODEL, dtype=values.dtype)
 
 
-def prompts(values: flags.FlagValues, model: kvjax.Model, context: int) -> np.ndarray:
-    """Returns [rows, context] token ids, of --text or of a generated story."""
-    batch = values.batch or 1
+def prompts(values: flags.FlagValues, model: kvjax.Model, context: int, rows: int = 1) -> np.ndarray:
+    """Returns [rows, context] token ids, of --text or of a generated story, of --batch rows if they are given."""
+    batch = values.batch or rows
     if values.shape:
         return random_prompt(model.config, batch, context).astype(np.int32)
     config = DataConfig(text=values.text, num_sequences=batch, prompt_length=context, new_tokens=1)

@@ -561,7 +561,7 @@ def test_the_tokens_of_drafts_are_those_of_plain_decoding(tmp_path):
 
 @pytest.mark.sampled(0)
 def test_the_budgets_of_drafts(tmp_path):
-    """What reads everything is always right; a window of 64 of 70 tokens is not."""
+    """A draft that reads everything is always right; a window of 64 of 70 tokens is not."""
     arguments = ("--context=70", "--batch=2", "--slots=128", "--drafts=own(window)", "--drafts=seen(window)")
     few, all_, _, seen = bench(tmp_path, "budgets", *arguments, "--against=none")
     assert [row["slots"] for row in (few, all_, seen)] == [64, 128, 128]
