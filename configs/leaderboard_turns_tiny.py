@@ -4,7 +4,7 @@ A context of 240 tokens holds four word pairs; half of its slots are kept.
 
 Paper: SCBench (arXiv:2412.10319): methods that compress the prompt for one question fail at later turns.
 Expected: docs/evidence.md.
-Hardware: any CPU; an hour on two cores, nearly all of it compilation.
+Hardware: any CPU; 75 minutes on two cores, nearly all of it compilation.
 Command: python -m experiments.leaderboard --config=leaderboard_turns_tiny
 """
 
@@ -23,9 +23,22 @@ def get_config() -> LeaderboardConfig:
         # Six layers have room for shorter spans of a ladder than the 30 of SmolLM2.
         caches=(
             *(cache.replace("span=10", "span=3") for cache in POLICIES),
+            "fifo",
+            "lru",
+            "counter",
+            "strided(stride=4)",
+            "fixed(block=16, columns=4)",
             "full + quest(page=16, budget={tokens})",
             "full + tokenselect(k={tokens}, sinks=0, recent=1, first_layer=2)",
             "full + infinigen(alpha=5, cap={share}, recent=4, first_layer=2)",
+            "full + retrieval(chunk=8, budget={tokens})",
+            "full + lserve(page=16, sub=4, budget={tokens}, first_layer=0)",
+            "full + optimal(n={tokens})",
+            "full + rekv(page=16, budget={tokens})",
+            "full + sparf(r=16, k={tokens})",
+            "full + a2ats(k={tokens})",
+            "full + alisa(budget={tokens})",
+            "full + shadowkv(rank=96, chunk=16, budget={tokens}, local=1, outliers=0)",
         ),
         unlimited=("full + int8", "full + int4", "full + turboquant", "full + kivi"),
         budgets=(0.5,),

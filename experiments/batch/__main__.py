@@ -40,7 +40,10 @@ def define(values: flags.FlagValues) -> None:
     text("requests", "the file of requests: one JSON object per line")
     text("output", "the file of results; if it is incomplete, the same command continues it")
     whole("rows", 32, "number of requests that are answered at the same time, at most")
-    about = "limit the number of rows to those whose keys and values fit in this memory, such as 2GB"
+    about = (
+        "limit the number of rows to those whose keys and values fit in this memory, such as 2GB; what a group holds "
+        "once (--shared_slots) counts once"
+    )
     flags.DEFINE(Size(), "cache_bytes", None, about, flag_values=values)
     about = "bytes for the states of prompts, such as 4GB, which others that begin alike continue; 0 = none are kept"
     flags.DEFINE(Size(), "prefix_cache", "1GB", about, flag_values=values)

@@ -24,6 +24,8 @@
   python -m experiments.bench prefixes --policies=full --shape=kvjax-tiny --requests=2000 --context=960 --tokens=8
   python -m experiments.bench shared --model=smollm2-135m-instruct --context=512,4096 --batch=8 --tokens=32
   python -m experiments.bench speculate --model=kvjax-tiny --context=512,960 --slots=128 --tokens=64 --drafts=retrieval
+  python -m experiments.bench equality --drafts="seen(h2o(32))" --gammas=1,4
+  python -m experiments.bench budgets --context=768 --slots=512
   python -m experiments.bench answers --model=smollm2-135m-instruct --python=kvpress=PYTHON
   python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
 
@@ -96,7 +98,17 @@ answers are equal token by token, and how many are right. kvpress needs a separa
 (--python=kvpress=PYTHON).
 speculate: --tokens new tokens after prompts of --context tokens (of --text), plain and in rounds of --gammas drafts,
 greedy or with --temperature: accepted drafts of each place, tokens per round, rows whose tokens differ from plain
-decoding, times of a token, of a round and of its steps, the speed-up, what the times of steps and the plan of this
-machine predict of it, and, of several lengths, the length from which rounds are faster. --drafts are selections,
-seen(POLICY) or own(POLICY) with --slots. Prompts are not timed. On a CPU, times are CPU seconds of the whole process.
+decoding, times of a token, of a round and of its steps, the speed-up, and what the times of steps and the plan of this
+machine predict of it. Of several lengths, the length from which rounds are faster as planned, by the times of steps,
+and as measured. --drafts are selections, seen(POLICY) or own(POLICY) with --slots. With --memory=host the model's cache
+is in host memory, and the plan takes the measured speed of the link. Prompts are not timed. On a CPU, times are CPU
+seconds of the whole process.
+equality: --tokens new tokens (128) after --batch prompts (64) of up to --context tokens, plain and in rounds of
+--gammas (1 to 8) drafts, greedy and by samples: the rows whose tokens differ, and how many of them do at a near-tie,
+where plain decoding's choice is at most 0.001 above the other token in logits (with the noise of samples). --drafts are
+those of speculate; `A + B` are levels, and `int4: own(POLICY)` is the model with weights of 4 bits.
+budgets: the chance that a draft is accepted, by the budget of what drafts (64 slots, doubled up to --slots): the
+overlap of its probabilities and of the full cache's on --tokens tokens that the model has sampled after --batch prompts
+of --context tokens, and the share of tokens where both have the same most probable one. `seen` is counted in rounds of
+one draft.
 """

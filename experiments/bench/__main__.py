@@ -72,6 +72,8 @@ def define(values: flags.FlagValues) -> None:
     several("gammas", "4", "for `speculate`: numbers of drafts of a round")
     about = "for `speculate`: also compute α by kvjax.analysis.acceptance, which reads each prompt twice more"
     flags.DEFINE_bool("acceptance", False, about, flag_values=values)
+    about = "for `speculate`: where the model's cache is; slots that draft are on the device"
+    flags.DEFINE_enum("memory", "device", ["device", "host"], about, flag_values=values)
     flags.DEFINE_float("temperature", 0.0, "for `speculate`: of samples; 0 = greedy", 0.0, flag_values=values)
     flags.DEFINE_float("top_p", 0.9, "for `speculate`: of samples", 0.0, 1.0, flag_values=values)
     several("servers", "", "NAME=http://HOST:PORT of servers that run the same model, for `serve`")

@@ -253,6 +253,33 @@ def _speculate(rows: Sequence[Row]) -> "Figure":
     return figure
 
 
+def _equality(rows: Sequence[Row]) -> "Figure":
+    shown = []
+    for draft, sampler in dict.fromkeys((row["draft"], row["sampler"]) for row in rows):
+        own = [row for row in rows if (row["draft"], row["sampler"]) == (draft, sampler)]
+        name = f"{draft}, {sampler.partition('(')[0]}"
+        shown.append({"name": name, "differ": sum(row["rows that differ"] for row in own)})
+    figure, panels = new_figure(1, figsize=(8, 1.2 + 0.32 * len(shown)))
+    _bars(panels[0, 0], shown, "name", "differ", ".0f")
+    style(panels[0, 0], "Rounds of drafts against plain decoding", "rows that differ, of all numbers of drafts")
+    return figure
+
+
+def _budgets(rows: Sequence[Row]) -> "Figure":
+    drafts = list(dict.fromkeys(row["draft"] for row in rows))
+    color = dict(zip(drafts, itertools.cycle(COLORS), strict=False))
+    figure, panels = new_figure(1, figsize=(7, 3.8))
+    ends = []
+    for draft in drafts:
+        line = [(row["slots"], row["chance"]) for row in rows if row["draft"] == draft]
+        panels[0, 0].plot(*zip(*line, strict=True), "o-", color=color[draft])
+        ends.append((*line[-1], draft, color[draft]))
+    panels[0, 0].set_xscale("log", base=2)
+    style(panels[0, 0], f"Drafts after {rows[0]['context']:,} tokens", "slots", "chance that a draft is accepted")
+    label_lines(panels[0, 0], ends)
+    return figure
+
+
 def _lm_eval(rows: Sequence[Row]) -> "Figure":
     named = [row | {"name": f"{row['task']}, {row['shots']} shots, {row['side']}"} for row in rows]
     value, unit = "times as fast", "times as fast as --model hf (median)"
@@ -310,5 +337,7 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "prefixes": _serve,
     "shared": _shared,
     "speculate": _speculate,
+    "equality": _equality,
+    "budgets": _budgets,
     "answers": _answers,
 }

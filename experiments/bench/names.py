@@ -11,7 +11,7 @@ GROUPS = {
     "Sizes": ["shape", "dtype", "budget", "slots", "batch", "context", "tokens", "rounds", "fill", "tiny"],
     "One benchmark's own": [
         "model", "text", "data", "questions", "shots", "examples", "documents", "requests", "drafts",
-        "gammas", "acceptance", "temperature", "top_p", "grid", "kinds", "interpret", "minutes",
+        "gammas", "acceptance", "memory", "temperature", "top_p", "grid", "kinds", "interpret", "minutes",
     ],
     "Results": ["output", "plot"],
 }  # fmt: skip

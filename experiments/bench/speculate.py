@@ -1,9 +1,13 @@
 """Speculation against plain decoding: tokens per round, the times of steps and rounds, and what a plan says of them.
 
+The length from which rounds are faster is given three times: as planned from the speeds of the device, by the measured
+times of the steps of a round, and as measured.
+
 Prompts are not timed. Times are CPU seconds of the process on a CPU, which other load disturbs less, and wall time on
 other devices.
 """
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +19,8 @@ import numpy as np
 from absl import flags
 
 import kvjax
-from experiments.bench.contestants import copied, in_turns, lengths, random_model, random_prompt, ratio, shape
+from experiments.bench import transfers
+from experiments.bench.contestants import in_turns, lengths, random_model, random_prompt, ratio, shape
 from experiments.config import DataConfig
 from experiments.runs import data
 from kvjax import policies, speculation
@@ -29,6 +34,7 @@ from kvjax.devices import GIGA, Device, local_device
 from kvjax.errors import ConfigError
 from kvjax.generation.context import Context
 from kvjax.generation.generate import decode
+from kvjax.generation.options import CacheOptions
 from kvjax.generation.prefill import prefill
 from kvjax.generation.program import program
 from kvjax.generation.sampling import Greedy, Sample, Sampler
@@ -43,9 +49,11 @@ from kvjax.speculation.report import Drafts
 from kvjax.speculation.rules import mean_tokens_per_round
 from kvjax.speculation.slot_copies import plain_group
 from kvjax.speculation.speculating import Loop, prepare_rounds
+from kvjax.storage import dense
 from kvjax.typing import JsonObject
 
 MODEL, CONTEXT = "kvjax-tiny", 768
+HOST = "host"  # --memory
 DRAFTS = ("retrieval", "seen(window)", "seen(h2o)", "own(window)")
 STEPS = 16  # of a timing of steps
 PLAIN, ROUNDS, DRAFT, VERIFY = "plain", "rounds", "draft", "verify"  # sides
@@ -69,37 +77,56 @@ def drafter(text: str, slots: int) -> Drafter:
 
 def run(values: flags.FlagValues) -> list[JsonObject]:
     """A row for every length, draft and γ; see `one_setting`."""
-    contexts = lengths(values) or [CONTEXT]
-    if not all(each.isdecimal() and int(each) for each in values.gammas):
-        raise ConfigError(f"--gammas={','.join(values.gammas)!r} is not valid; give numbers of drafts, such as 2,4.")
-    gammas = [int(each) for each in values.gammas]
+    contexts, gammas = lengths(values) or [CONTEXT], gammas_of(values)
     drafts = {text: drafter(text, values.slots) for text in values.drafts or DRAFTS}
     room = max(values.tokens, max(gammas) + 2)  # a block of drafts, and a token after it
-    if values.shape:
-        model = random_model(shape(values.shape), max(contexts) + room, values.dtype)
-    else:
-        model = kvjax.load(values.model or MODEL, dtype=values.dtype)
+    model = model_of(values, max(contexts) + room)
     sampler: Sampler = Sample(values.temperature, top_p=values.top_p) if values.temperature else Greedy()
-    device, rows = local_device(jax.devices()[:1]), list[JsonObject]()
+    device, rows, options = local_device(jax.devices()[:1]), list[JsonObject](), CacheOptions()
+    if values.memory == HOST:
+        options = CacheOptions(storage=dense(memory=HOST))
+        if device.link is None:
+            device = dataclasses.replace(device, link=transfers.link_bandwidth(values.rounds))
     for context in contexts:
         prompt, slots = prompts(values, model, context), min(values.slots, context)
-        whole, short = (
-            prefill(model, each, policies.full(), max_new_tokens=room) for each in (prompt, prompt[:, -slots:])
-        )
-        setting = Setting(model, prompt, whole, short, values.tokens, slots, sampler, values.rounds, device)
+        whole = prefill(model, prompt, policies.full(), max_new_tokens=room, options=options)
+        short = prefill(model, prompt[:, -slots:], policies.full(), max_new_tokens=room)
+        setting = Setting(model, prompt, whole, short, values.tokens, slots, sampler, values.rounds, device, options)
         for text, draft in drafts.items():
             rows += [one_setting(setting, text, draft, gamma, forced=values.acceptance) for gamma in gammas]
     for row in rows:
         alike = [other for other in rows if all(row[name] == other[name] for name in ("draft", "γ"))]
-        row["break-even, measured"] = break_even(
-            *([other[name] for other in alike] for name in ("context", "ms/token, plain", "ms/token"))
+        lengths_, plain, rounds, by_steps = (
+            [other[name] for other in alike] for name in ("context", "ms/token, plain", "ms/token", "ms/token by steps")
         )
+        planned, measured = row["break-even, planned"], break_even(lengths_, plain, rounds)
+        row["break-even by steps"] = break_even(lengths_, plain, by_steps)
+        row["break-even, measured"] = measured
+        row["planned/measured"] = planned / measured if planned and measured else None
     return rows
 
 
-def prompts(values: flags.FlagValues, model: kvjax.Model, context: int) -> np.ndarray:
-    """Returns [rows, context] token ids, of --text or of a generated story."""
-    batch = values.batch or 1
+def gammas_of(values: flags.FlagValues) -> list[int]:
+    """Returns the numbers of drafts of --gammas.
+
+    Raises:
+      ConfigError: one is no number of at least 1.
+    """
+    if not all(each.isdecimal() and int(each) for each in values.gammas):
+        raise ConfigError(f"--gammas={','.join(values.gammas)!r} is not valid; give numbers of drafts, such as 2,4.")
+    return [int(each) for each in values.gammas]
+
+
+def model_of(values: flags.FlagValues, positions: int) -> kvjax.Model:
+    """Returns the model of --model, or one of random weights of --shape that takes `positions` tokens."""
+    if values.shape:
+        return random_model(shape(values.shape), positions, values.dtype)
+    return kvjax.load(values.model or MODEL, dtype=values.dtype)
+
+
+def prompts(values: flags.FlagValues, model: kvjax.Model, context: int, rows: int = 1) -> np.ndarray:
+    """Returns [rows, context] token ids, of --text or of a generated story, of --batch rows if they are given."""
+    batch = values.batch or rows
     if values.shape:
         return random_prompt(model.config, batch, context).astype(np.int32)
     config = DataConfig(text=values.text, num_sequences=batch, prompt_length=context, new_tokens=1)
@@ -120,6 +147,7 @@ class Setting(NamedTuple):
       sampler: of both sides.
       rounds: how many times each side is timed.
       device: that the plan is for.
+      options: of the cache of the model, which may be in host memory.
     """
 
     model: kvjax.Model
@@ -131,6 +159,7 @@ class Setting(NamedTuple):
     sampler: Sampler
     rounds: int
     device: Device
+    options: CacheOptions
 
 
 def one_setting(setting: Setting, text: str, draft: Drafter, gamma: int, *, forced: bool) -> JsonObject:
@@ -146,11 +175,12 @@ def one_setting(setting: Setting, text: str, draft: Drafter, gamma: int, *, forc
       gamma: the number of drafts of a round.
       forced: whether to compute α by teacher forcing too; see `teacher_forced`.
     """
-    model, tokens, (batch, context) = setting.model, setting.tokens, setting.prompt.shape
+    model, whole, tokens = setting.model, setting.whole, setting.tokens
+    batch, context = setting.prompt.shape
     levels = resolve_levels(model, draft, Level(gamma=gamma, accept="shared"), setting.sampler)
     loop = prepare_rounds(
         model, check_batch(model.config, setting.prompt, None, new_tokens=tokens), levels, max_new_tokens=tokens,
-        sampler=setting.sampler,
+        sampler=setting.sampler, options=setting.options,
     )  # fmt: skip
     made: dict[str, Any] = {}
 
@@ -165,10 +195,10 @@ def one_setting(setting: Setting, text: str, draft: Drafter, gamma: int, *, forc
     walls: dict[str, list[float]] = {name: [] for name in (PLAIN, ROUNDS, DRAFT, VERIFY)}
     times = in_turns(
         {
-            PLAIN: clocked(plain, lambda: copied(setting.whole), walls[PLAIN]),
+            PLAIN: clocked(plain, lambda: whole._replace(state=copy_of(whole.state)), walls[PLAIN]),
             ROUNDS: clocked(drafted, lambda: loop._replace(carry=copy_of(loop.carry)), walls[ROUNDS]),
             DRAFT: clocked(*steps(model, setting.short, 1), walls[DRAFT]),
-            VERIFY: clocked(*steps(model, setting.whole, gamma + 1), walls[VERIFY]),
+            VERIFY: clocked(*steps(model, whole, gamma + 1), walls[VERIFY]),
         },
         setting.rounds,
     )
@@ -185,25 +215,27 @@ def one_setting(setting: Setting, text: str, draft: Drafter, gamma: int, *, forc
     assert device.bandwidth is not None
     plan = plan_speculation(
         model.config, budget=setting.slots, device=device, alpha=chance, length=context + tokens // 2, gamma=gamma,
-        batch=batch, dtype_bytes=model.dtype.itemsize,
+        batch=batch, dtype_bytes=model.dtype.itemsize, on_host=setting.options.storage is not None,
     )  # fmt: skip
     # The tokens that a round feeds in the mean, of the row with the most rounds; the last token of all is not fed.
     advanced = (tokens - 1) / rounds
     accepted, tried = drafts.levels[0].by_place
     return {
-        "context": context, "batch": batch, "draft": text, "γ": gamma, "slots": setting.slots,
-        "sampler": repr(setting.sampler), "new tokens": tokens,
+        "context": context, "memory": "host" if plan.costs.on_host else "device", "batch": batch, "draft": text,
+        "γ": gamma, "slots": setting.slots, "sampler": repr(setting.sampler), "new tokens": tokens,
         "rows that differ": int((new != made[PLAIN]).any(axis=1).sum()),
         "accepted by place": " ".join(f"{one}/{of}" for one, of in zip(accepted, tried, strict=True)),
         "α": chance, "α, teacher-forced": teacher_forced(setting, draft, made[PLAIN]) if forced else None,
         "tokens/round": drafts.tokens_per_round, "tokens/round by α": mean_tokens_per_round(chance, gamma),
         "clock": "CPU" if on_cpu() else "wall",
-        "ms/token, plain": 1e3 * step, "ms/token": 1e3 * round_ / advanced, "ms/round": 1e3 * round_,
+        "ms/token, plain": 1e3 * step, "ms/token": 1e3 * round_ / advanced,
+        "ms/token by steps": 1e3 * (gamma * draft_step + verify) / advanced, "ms/round": 1e3 * round_,
         "ms/draft step": 1e3 * draft_step, "ms/verification": 1e3 * verify,
         "speed-up": ratio(times[PLAIN], times[ROUNDS]), "speed-up, wall": ratio(walls[PLAIN][1:], walls[ROUNDS][1:]),
         "speed-up by steps": advanced * step / (gamma * draft_step + verify), "speed-up, planned": plan.speed_up,
-        "break-even, planned": plan.break_even,
         "device GB/s": device.bandwidth / GIGA, "device GFLOP/s": (device.flops or 0.0) / GIGA,
+        "link GB/s": device.link / GIGA if plan.costs.on_host and device.link else None,
+        "break-even, planned": plan.break_even,
     }  # fmt: skip
 
 
@@ -258,7 +290,8 @@ def on_cpu() -> bool:
 
 
 def copy_of(tree: Any) -> Any:
-    return jax.block_until_ready(jax.tree.map(lambda leaf: leaf.copy(), tree))
+    """Returns a copy of arrays, each in the kind of memory that it is in."""
+    return jax.block_until_ready(jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding, may_alias=False), tree))
 
 
 def clocked(work: Callable[[Any], object], start: Callable[[], Any], walls: list[float]) -> Timer:

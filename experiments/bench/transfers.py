@@ -49,6 +49,16 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     ]
 
 
+def link_bandwidth(rounds: int) -> float:
+    """Returns the bytes/s from pinned host memory to the device, of a large array.
+
+    Args:
+      rounds: how many times it is moved; the median counts.
+    """
+    moving = _moving(jax.devices()[0], SIZES[-1], PINNED, DEVICE)
+    return SIZES[-1] / float(np.median([next(moving) for _ in range(rounds + 1)][1:]))
+
+
 def _moving(device: jax.Device, size: int, source: str, target: str) -> Iterator[float]:
     """Seconds of moving an array of random numbers, several of them in a row."""
     # [size / 4]

@@ -1,6 +1,7 @@
 """Answers a file of requests; see `experiments.batch`."""
 
 import contextlib
+import dataclasses
 import hashlib
 import sys
 import time
@@ -27,6 +28,7 @@ from experiments.runs.session import Session, calibrated_for, describe, given_ca
 from experiments.specs import build_spec
 from kvjax import contexts
 from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.shared_prefix import prefix_bytes
 from kvjax.contexts.shared import refuses_model
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generation.sampling import Sample
@@ -113,7 +115,10 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
             print("\n".join(line for line in runner.explain().splitlines() if line.startswith(SHOWN)), flush=True)
             texts, others = list[SharedText](), asked
             if values.shared_slots:
-                texts, others = shared_texts.divide(asked, model.config.vocab_size, limits)
+                found, others = shared_texts.divide(asked, model.config.vocab_size, limits)
+                texts = [each for each in found if rows_behind(each, found, config, model, values.cache_bytes)]
+                behind = {each.index for text in texts for each in text.asked}
+                others = [each for each in asked if each.index not in behind]
             if folder is not None:
                 folder.begin(asked, limits, journal)
             waiting, shared = [each for each in others if each.index not in journal], ""
@@ -128,7 +133,8 @@ def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
             for text in texts:
                 if left := [each for each in text.asked if each.index not in journal]:
                     # All of the group, so that a run that continues another one has the same arrays.
-                    few = min(rows, len(text.asked))
+                    fit = rows_behind(text, texts, config, model, values.cache_bytes)
+                    few = min(values.rows, fit, len(text.asked))
                     own = runner_behind(text, texts, runner, few, config.seed)
                     answer(own, iter(left), journal, None, rows=few, name=name)
                     counts.append(own.counts)
@@ -163,6 +169,34 @@ def rows_that_fit(config: ExperimentConfig, model: Model, most: int | None) -> i
     )
 
 
+def rows_behind(
+    text: SharedText, texts: Sequence[SharedText], config: ExperimentConfig, model: Model, most: int | None
+) -> int:
+    """Returns the number of requests behind a text that can be answered at the same time; 0 if none fits.
+
+    The slots of the text count once, and a row has slots for what follows the text alone.
+
+    Args:
+      text: the text.
+      texts: all texts; see `runner_behind`.
+      config: with the sizes of one row.
+      model: the model.
+      most: see `rows_that_fit`.
+    """
+    if most is None:
+        return sys.maxsize
+    longest = longest_behind(texts)
+    own = dataclasses.replace(config, data=dataclasses.replace(config.data, num_sequences=1, prompt_length=longest))
+    layout = layout_of(own, CacheSpec(full()), model.config, longest)
+    left = most - prefix_bytes(model.config, len(text.tokens), model.dtype.itemsize)
+    return max(0, left) // max_cache_bytes(layout, 1)
+
+
+def longest_behind(texts: Sequence[SharedText]) -> int:
+    """Returns the largest number of tokens of a prompt that follow its text."""
+    return max(len(each.request.tokens) for text in texts for each in text.asked if each.request is not None)
+
+
 def runner_behind(text: SharedText, texts: Sequence[SharedText], runner: Runner, rows: int, seed: int) -> Runner:
     """Returns a runner for the requests behind a text, whose slots it holds once.
 
@@ -174,10 +208,10 @@ def runner_behind(text: SharedText, texts: Sequence[SharedText], runner: Runner,
       seed: of its key.
     """
     model, made = runner.model, runner.prompts
-    longest = max(len(each.request.tokens) for own in texts for each in own.asked if each.request is not None)
+    limits = Limits(longest_behind(texts), made.limits.new_tokens)
     document = contexts.prefill(model, text.tokens, made.spec, implementation=made.implementation)
     return Runner(
-        contexts.with_prefix(model, document), made.spec, rows=rows, limits=Limits(longest, made.limits.new_tokens),
+        contexts.with_prefix(model, document), made.spec, rows=rows, limits=limits,
         key=jax.random.key(seed), implementation=made.implementation,
     )  # fmt: skip
 

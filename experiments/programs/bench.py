@@ -16,9 +16,11 @@ from experiments import peers, results
 from experiments.bench import (
     accelerator,
     answers,
+    budgets,
     contestants,
     decode,
     device,
+    equality,
     every_policy,
     figures,
     first_use,
@@ -67,6 +69,8 @@ TASKS = {
     "prefixes": prefixes.run,
     "shared": shared.run,
     "speculate": speculate.run,
+    "equality": equality.run,
+    "budgets": budgets.run,
     "answers": answers.run,
 }
 #: Tasks that measure peers, and what checks their flags before it is asked whether the peers are installed.

@@ -15,10 +15,12 @@ import numpy as np
 
 from kvjax import attention
 from kvjax.cache.layer_stack import LayerRuns, LayerStack, arranged, entries_of
+from kvjax.cache.planning.limits import slots_bucket
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Layer, LayerKV
 from kvjax.errors import InputError, PolicyError
 from kvjax.kernels.problem import Attended, Problem
+from kvjax.models.config import DecoderConfig
 from kvjax.policies.window import full
 from kvjax.typing import Implementation, PyTree
 
@@ -71,6 +73,17 @@ def tokens_of(params: Mapping[str, PyTree]) -> int:
 def seen_of(params: Mapping[str, PyTree]) -> np.ndarray | bool:
     """Returns which tokens the prefix has, [V] bool on the host, for repetition penalties; False without one."""
     return np.asarray(params[PARAM].seen) if PARAM in params else False
+
+
+def prefix_bytes(config: DecoderConfig, tokens: int, itemsize: int) -> int:
+    """Returns the bytes of the keys and values of a prefix of `tokens` tokens, which all rows have in common.
+
+    Args:
+      config: the decoder.
+      tokens: of the prefix.
+      itemsize: bytes of a number.
+    """
+    return 2 * config.num_layers * config.num_kv_heads * slots_bucket(tokens) * config.head_dim * itemsize
 
 
 def implementation_for(params: Mapping[str, PyTree], asked: Implementation) -> Implementation:

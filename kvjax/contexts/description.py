@@ -28,7 +28,7 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState, Layer
 from kvjax.contexts import spec_text
 from kvjax.contexts.room import lowered_layout
-from kvjax.errors import CheckpointError, InputError, shown
+from kvjax.errors import LONGEST, CheckpointError, InputError, shown
 from kvjax.generation.context import Boundaries, Context, Made, Span
 from kvjax.generation.options import CacheOptions
 from kvjax.models.digest import model_digest
@@ -108,10 +108,14 @@ def restore(
     """
     model, spec = options.resolve(model, _saved_spec(about, where) if policy is None else policy)
     own = _about(model, spec) | {"model": model_digest(model.params)}
-    different = [f"{name}: {shown(about.get(name))}, and here {shown(value)}"
-                 for name, value in own.items() if about.get(name) != value]  # fmt: skip
+    different = {name: value for name, value in own.items() if about.get(name) != value}
     if different:
-        raise CheckpointError(f"{where} was saved with another {'; '.join(different)}.")
+        texts = "; ".join(_difference(name, about.get(name), value) for name, value in different.items())
+        dtype = f", as by kvjax.load(..., dtype={about.get('dtype')!r})" if "dtype" in different else ""
+        raise CheckpointError(
+            f"{where} was saved with another {texts}. Nothing is converted: give the model, the dtype and the cache "
+            f"that it was saved with{dtype}, or make the context again by kvjax.contexts.prefill."
+        )
     try:
         sizes = Sizes(**about["sizes"])
         layout = lowered_layout(model, spec, sizes, options)
@@ -124,6 +128,17 @@ def restore(
         return Restored(layout, runs, int(about["rows"]), boundaries, Made(model, spec, options, sizes))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error}.") from None
+
+
+def _difference(name: str, saved: object, here: object) -> str:
+    """Returns what was saved and what there is, for messages; of two long texts, from where they differ on."""
+    if isinstance(saved, str) and isinstance(here, str) and max(len(saved), len(here)) > LONGEST:
+        pairs = enumerate(zip(saved, here, strict=False))
+        same = next((place for place, (one, other) in pairs if one != other), min(len(saved), len(here)))
+        # From the name of the field that differs.
+        start = max(saved.rfind(mark, 0, same) + len(mark) for mark in (", ", "("))
+        saved, here = f"...{saved[start:]}", f"...{here[start:]}"
+    return f"{name}: {shown(saved)}, and here {shown(here)}"
 
 
 def fields_digest(about: JsonObject) -> str:

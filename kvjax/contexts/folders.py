@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +39,17 @@ _unfinished = set[Future[None]]()
 
 @functools.cache
 def _writer() -> ThreadPoolExecutor:
-    """Returns the one thread that writes. Python waits for it before it ends."""
+    """Returns the one thread that writes; see `_wait`."""
     return ThreadPoolExecutor(1, thread_name_prefix="kvjax-save")
+
+
+def _wait() -> None:
+    """Waits for what is written. Orbax needs threads, which Python does not begin any more once it ends its own."""
+    futures.wait(list(_unfinished))
+
+
+# Called before that of concurrent.futures, which was registered when it was imported.
+threading._register_atexit(_wait)  # type: ignore[attr-defined]
 
 
 @atexit.register

@@ -145,7 +145,7 @@ def generate(
         )  # fmt: skip
     model, spec = options.resolve(model, policy)
     prefilled = run_prefill(model, spec, tokens, lengths, max_new_tokens, options)
-    return _decode(
+    return decode(
         model, prefilled, max_new_tokens=max_new_tokens, sampler=sampler, key=key, stop=stop, stream=stream,
         until=until, progress=progress, requests=requests, record=record,
     )  # fmt: skip
@@ -205,27 +205,7 @@ def decode(
     # Groups of heads that hold every token exactly need none.
     storages = tuple(next((each for each in layer if required(each)), layer[0]) for layer in held)
     needs = Needs(storages, distinct(each for group in prefilled.layout.groups for each in group.policy.params))
-    return _decode(
-        with_calibration(model, needs, calibration), prefilled, max_new_tokens=max_new_tokens, sampler=sampler,
-        key=key, stop=stop, stream=stream, until=until, progress=progress, requests=requests, record=record,
-    )  # fmt: skip
-
-
-def _decode(
-    model: Model,
-    prefilled: Context,
-    *,
-    max_new_tokens: int,
-    sampler: Sampler,
-    key: Array | None,
-    stop: Sequence[int],
-    stream: Callable[[np.ndarray], None] | None,
-    until: Callable[[np.ndarray], np.ndarray] | None,
-    progress: bool,
-    requests: ArrayLike | None,
-    record: bool,
-) -> Generation:
-    """Runs `decode` with a model that has the calibration of the storage."""
+    model = with_calibration(model, needs, calibration)
     rows = prefilled.num_rows
     key = check_sampling(sampler, key, rows)
     key = jax.random.key(0) if key is None else key

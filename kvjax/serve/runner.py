@@ -130,7 +130,9 @@ class Runner:
             no request loses its row.
           prefix_store: where the states of prompts are kept, so that a prompt that begins like an earlier one is not
             run again as a whole; see `kvjax.serve.prompt_states`. Answers do not depend on what it has. Several
-            runners of one thread may share it.
+            runners of one thread may share it. A row copies the state that it continues, so that the arrays of rows
+            are of the same size with a store, whose bytes come on top; slots that all rows read together are those
+            of `kvjax.contexts.with_prefix`.
           document_bytes: bytes of host memory for the caches of `Request.documents`; 0 = they are refused.
           implementation: see `kvjax.CacheOptions`.
           storage: see `kvjax.CacheOptions`.

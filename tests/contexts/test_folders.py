@@ -4,8 +4,12 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -92,6 +96,25 @@ def test_contexts_of_others_are_refused(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "own")
     with pytest.raises(CheckpointError, match="saved with another model"):
         contexts.load(folder, other, policies.h2o(8))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
+    with pytest.raises(
+        CheckpointError,
+        match=r"another dtype: 'float32', and here 'bfloat16'; model: .* kvjax.load\(\.\.\., dtype='float32'\)",
+    ):
+        contexts.load(folder, dataclasses.replace(model, params=half), policies.h2o(8))
+    # Keys are stored rotated, so that other angles would read them wrong. Fields late in a long text are shown too.
+    for name, saved, other in (
+        ("theta", 10000.0, 500000.0),
+        ("scaling", "'default'", "'linear'"),
+        ("attention_factor", 1.0, 0.5),
+    ):
+        rope = dataclasses.replace(model.config.rope, **{name: other.strip("'") if isinstance(other, str) else other})
+        turned = dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
+        with pytest.raises(
+            CheckpointError,
+            match=rf"another config.rope: .*{name}={saved}.*, and here .*{name}={other}.* was saved with, or",
+        ):
+            contexts.load(folder, turned, policies.h2o(8))
     on_mesh = dataclasses.replace(model, mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)))
     with pytest.raises(CheckpointError, match=r"saved with another mesh: None, and here \{.data.: 1\}"):
         contexts.load(folder, on_mesh, policies.h2o(8))
@@ -125,3 +148,62 @@ def test_contexts_of_others_are_refused(tmp_path, monkeypatch):
         saving.result()
     # Nothing is left of it.
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+#: Saves a context, and writes another one behind, in the middle of which the process may stop.
+SAVES = """
+import sys, time
+from pathlib import Path
+from kvjax import contexts
+from kvjax.contexts import folders
+from tests.contexts import test_folders
+
+folder, savez = Path(sys.argv[1]), folders.np.savez
+context = test_folders.small_context()
+contexts.save(folder / "old", context)
+
+def half(path, **arrays):
+    savez(path, **arrays)
+    content = Path(path).read_bytes()
+    Path(path).write_bytes(content[: len(content) // 2])
+    print("stopped", flush=True)
+    time.sleep(60)
+
+if sys.argv[2] == "stops":
+    folders.np.savez = half
+contexts.save(folder / "new", context, wait=False)
+"""
+
+
+def small_context():
+    return contexts.prefill(tiny(layers=1).model, TOKENS, policies.h2o(8))
+
+
+def test_a_process_that_is_killed_while_it_saves_leaves_no_context(tmp_path):
+    """And no other one is harmed: a folder is there whole or not at all."""
+    command = [sys.executable, "-c", SAVES, tmp_path, "stops"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "stopped\n"
+        process.send_signal(signal.SIGKILL)
+    model = tiny(layers=1).model
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(CheckpointError, match="there is no context in"):
+        contexts.load(tmp_path / "new", model)
+    # What was written of it is no context either, and would not be one with a description.
+    (left,) = tmp_path.glob(".unfinished-new-*/new")
+    assert {path.name for path in left.iterdir()} == {folders.STATE, folders.ARRAYS}
+    with pytest.raises(CheckpointError, match="there is no context in"):
+        contexts.load(left, model)
+    shutil.copy(tmp_path / "old" / folders.ABOUT, left)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        contexts.load(left, model)
+    context = small_context()
+    assert_equal(contexts.load(tmp_path / "old", model), context)
+    contexts.save(tmp_path / "new", context)
+    assert_equal(contexts.load(tmp_path / "new", model), context)
+
+
+def test_a_program_that_ends_while_a_context_is_written_finishes_it(tmp_path):
+    done = subprocess.run([sys.executable, "-c", SAVES, tmp_path, "ends"], capture_output=True, text=True, check=True)
+    assert not done.stderr and sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+    assert_equal(contexts.load(tmp_path / "new", tiny(layers=1).model), small_context())

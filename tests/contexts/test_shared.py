@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax import analysis, contexts, policies, reuse, storage, training
 from kvjax.cache.groups import Group
-from kvjax.cache.shared_prefix import PARAM, LayerPrefix
+from kvjax.cache.shared_prefix import PARAM, LayerPrefix, prefix_bytes
 from kvjax.cache.state import Block, nbytes
 from kvjax.cache.step.step import step
 from kvjax.errors import ConfigError, InputError, PolicyError
@@ -142,6 +142,7 @@ def test_the_text_is_held_once_and_the_context_is_unchanged():
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(reader.params[PARAM].layers))
     # 40 slots of keys, values and positions, of 2 layers and 2 heads of 8
     assert held == 2 * 2 * 40 * (2 * 8 + 1) * 4
+    assert prefix_bytes(model.config, len(context.text[0]), 4) == 2 * 2 * 40 * 2 * 8 * 4
     before = kvjax.generate(reader, QUESTIONS, FULL, max_new_tokens=NEW)
     contexts.decode(model, context, max_new_tokens=NEW, donate=True)
     np.testing.assert_array_equal(kvjax.generate(reader, QUESTIONS, FULL, max_new_tokens=NEW).tokens, before.tokens)

@@ -22,8 +22,10 @@ from experiments.batch.__main__ import main
 from experiments.batch.contexts import Contexts
 from experiments.batch.journal import Journal
 from experiments.config import ExperimentConfig
+from experiments.programs import batch
 from experiments.runs.session import Session
 from kvjax import policies
+from kvjax.cache.shared_prefix import PARAM
 from kvjax.errors import ConfigError, InputError
 from kvjax.serve import Runner
 from tests.conftest import ROOT
@@ -230,6 +232,35 @@ def test_rows_that_fit_in_bytes(folder, capsys, monkeypatch):
     assert read(folder / "few.jsonl") == read(folder / "whole.jsonl")
     with pytest.raises(ConfigError, match=r"--cache_bytes=100 B is too small: a row of 38 \+ 59 tokens takes"):
         main(command(folder, "none.jsonl", "config.py", "--cache_bytes=100"))
+
+
+def test_a_text_that_rows_share_counts_once(folder, monkeypatch):
+    """Rows are as many as fit beside the text, by the bytes of the arrays; where none fits, no text is shared."""
+    (folder / "config.py").write_text(CONFIG.replace('name="window", budget=8, sinks=2', 'name="full"'))
+    rng = np.random.default_rng(4)
+    # A long text with short questions, and a short one with long questions, 12 each.
+    texts = [(rng.integers(1, 200, size).tolist(), own) for size, own in ((150, 2), (64, 100))]
+    lines = [
+        {"prompt": [*text, number, *[7] * (own - 1)], "max_new_tokens": 3}
+        for text, own in texts
+        for number in range(12)
+    ]
+    (folder / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = []
+    monkeypatch.setattr(batch, "answer", lambda runner, asked, *args, rows, **options: made.append((runner, rows)))
+    arguments = ("config.py", "--rows=32", "--shared_slots")
+    main(command(folder, "many.jsonl", *arguments, "--cache_bytes=60kB"))
+    *shared, (others, whole) = made
+    assert len(shared) == 2 and others.prompts.layout.bytes(whole + 1) > 60_000
+    for behind, rows in shared:
+        prefix = behind.model.params[PARAM]
+        held = sum(leaf.nbytes for layer in prefix.layers for group in layer for leaf in (group.key, group.value))
+        bytes_of = behind.prompts.layout.bytes
+        assert held + bytes_of(rows) <= 60_000 < held + bytes_of(rows + 1) and whole < rows < 12
+    made.clear()
+    # A row of the longest prompt fits, and none that has the longest question behind the longer text.
+    main(command(folder, "few.jsonl", *arguments, "--cache_bytes=11kB"))
+    assert [rows for _, rows in made] == [1, 1] and PARAM in made[0][0].model.params
 
 
 def test_lines_that_cannot_be_answered(folder, capsys):

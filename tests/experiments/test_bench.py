@@ -13,6 +13,7 @@ from experiments.bench import (
     contestants,
     decode,
     device,
+    equality,
     every_policy,
     fill,
     kernels,
@@ -31,6 +32,7 @@ from kvjax import policies, products
 from kvjax.cache import CacheSpec, Limits
 from kvjax.devices import DEVICES, Device
 from kvjax.errors import ConfigError, KvjaxError
+from kvjax.generation.generate import generate
 from kvjax.generation.prefill import prefill
 from kvjax.models import shapes
 from kvjax.models.parameters import parameter_count
@@ -533,11 +535,58 @@ def test_speculate(tmp_path):
     # Two drafts and a token more, and then the fourth, of which a draft is accepted.
     assert (row["accepted by place"], row["α"], row["rows that differ"]) == ("2/2 1/1", 1, 0)
     assert row["tokens/round by α"] == 3 and row["clock"] == "CPU" and row["break-even, measured"] is None
+    assert (
+        row["memory"] == "device" and row["break-even by steps"] is row["planned/measured"] is row["link GB/s"] is None
+    )
     steps = 2 * row["ms/draft step"] + row["ms/verification"]
     assert row["speed-up by steps"] == pytest.approx(1.5 * row["ms/token, plain"] / steps)
     assert row["ms/round"] == pytest.approx(1.5 * row["ms/token"]) and row["speed-up, planned"] > 0
+    (far,) = bench(tmp_path, "speculate", *arguments[:1], "--drafts=quest(4, 12, first_layer=0)", "--gammas=2",
+                   "--slots=64", "--against=none", "--memory=host")  # fmt: skip
+    assert (far["memory"], far["rows that differ"]) == ("host", 0) and far["link GB/s"] > 0
     with pytest.raises(ConfigError, match="--gammas='0' is not valid"):
         main(["bench", "speculate", *QUICK, "--gammas=0"])
+
+
+def test_the_tokens_of_drafts_are_those_of_plain_decoding(tmp_path):
+    """A row for each sampler. A draft that reads everything is always right."""
+    arguments = ("--context=20", "--batch=3", "--drafts=seen(window(64))", "--gammas=2", "--against=none")
+    greedy, sampled = bench(tmp_path, "equality", *arguments)
+    assert greedy["sampler"].startswith("Greedy") and sampled["sampler"].startswith("Sample")
+    for row in (greedy, sampled):
+        assert (row["rows"], row["new tokens"], row["γ"]) == (3, 4, 2)
+        assert row["rows that differ"] == row["near-ties"] == row["not near-ties"] == 0
+        assert row["largest gap"] is None and row["acceptance"] == 1
+
+
+@pytest.mark.sampled(0)
+def test_the_budgets_of_drafts(tmp_path):
+    """A draft that reads everything is always right; a window of 64 of 70 tokens is not."""
+    arguments = ("--context=70", "--batch=2", "--slots=128", "--drafts=own(window)", "--drafts=seen(window)")
+    few, all_, _, seen = bench(tmp_path, "budgets", *arguments, "--against=none")
+    assert [row["slots"] for row in (few, all_, seen)] == [64, 128, 128]
+    assert few["chance"] < all_["chance"] and all_["agreement"] == 1
+    assert all_["chance"] == pytest.approx(1) == seen["chance"] and abs(all_["KL, nats"]) < 1e-5 < few["KL, nats"]
+    with pytest.raises(ConfigError, match="takes one --context; got 8,9"):
+        main(["bench", "budgets", *QUICK, "--context=8,9"])
+
+
+def test_tokens_that_differ_are_found_and_are_no_near_ties():
+    """Scores are what the sampler chose by: plain decoding's own tokens are the largest of them."""
+    model = contestants.random_model(dataclasses.replace(shapes.by_name("tiny"), max_positions=64), 64)
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5]]
+    for sampler in equality.SAMPLERS:
+        plain = np.asarray(
+            generate(model, prompts, policies.full(), max_new_tokens=4, sampler=sampler, key=jax.random.key(0)).tokens
+        )
+        assert equality.differences(model, prompts, plain, plain.copy(), sampler) == []
+        other = plain.copy()
+        other[1, 2] = (plain[1, 2] + 1) % model.config.vocab_size
+        (found,) = equality.differences(model, prompts, plain, other, sampler)
+        assert (found.row, found.place) == (1, 2) and found.gap > equality.NEAR
+        scores = equality.scores_of(model, [*prompts[1], *map(int, plain[1, :2])], sampler, 1)
+        assert int(np.argmax(scores)) == plain[1, 2]
+        assert found.gap == scores[plain[1, 2]] - scores[other[1, 2]]
 
 
 def test_the_chance_of_drafts_by_hand():

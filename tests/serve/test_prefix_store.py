@@ -8,11 +8,11 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, policies, storage
-from kvjax.cache import Limits
+from kvjax.cache import Limits, layers_of
 from kvjax.generation.sampling import Sample
 from kvjax.policies import Fraction
 from kvjax.serve import Request, Runner
-from tests.tiny import random_tokens, tiny
+from tests.tiny import VOCAB, random_tokens, tiny
 
 LIMITS, BLOCK = Limits(prompt=48, new_tokens=40), 16
 TEXT = random_tokens(1, 48, seed=21)[0]
@@ -103,3 +103,58 @@ def test_states_are_not_kept_where_keys_depend_on_the_length():
     assert "prefix store: not used: under dynamic RoPE" in runner.explain()
     runner.submit(Request(tokens=TEXT[:30], max_new_tokens=1))
     assert [each.found for each in runner] == [0] and len(store) == 0
+
+
+def test_ten_thousand_requests():
+    """The store stays within its bytes, no key finds what another one has asked, and answers are those without it.
+
+    Texts of three keys: common ones, and 20 of each key alone, which another key asks once, between two of its own.
+    """
+    count, keys, model = 10_000, 3, tiny(layers=1).model
+    rng = np.random.default_rng(8)
+    texts = [rng.integers(1, VOCAB, n) for n in rng.integers(9, 17, 40 + 20 * keys)]
+    # The first 40 texts are common; each of them begins like the one before it or not.
+    for number in range(1, 40, 2):
+        texts[number][:8] = texts[number - 1][:8]
+    asked = [(number % keys, int(min(rng.geometric(0.15), 40)) - 1) for number in range(count)]
+    secret = {}
+    for number in range(0, count, 4):
+        key = asked[number][0]
+        asked[number] = key, 40 + 20 * key + int(rng.integers(20))
+    for place, text in enumerate(range(40, len(texts))):
+        number = count // 2 + 4 * place + 1
+        secret[number] = asked[number] = ((text - 40) // 20 + 1) % keys, text
+
+    def runner(store):
+        return Runner(
+            model, policies.full(), rows=64, limits=Limits(16, 2), prefill_block=8, prefix_store=store
+        )  # fmt: skip
+
+    plain = runner(None)
+    for text in texts:
+        plain.submit(Request(tokens=text, max_new_tokens=2))
+    expected = sorted(plain, key=lambda result: result.id)
+    store = kvjax.PrefixStore(150_000)
+    stored, found = runner(store), {}
+    for key, text in asked:
+        stored.submit(Request(tokens=texts[text], max_new_tokens=2, namespace=key))
+    largest = 0
+    while not stored.idle:
+        found |= {each.id: each.result for each in stored.step() if each.result is not None}
+        largest = max(largest, store.nbytes)
+        assert store.nbytes <= store.max_bytes
+    assert len(found) == count and all(each.error is None for each in found.values())
+    assert largest > 0.9 * store.max_bytes and len(store) < store.misses, "some states were dropped"
+    assert store.hits > count / 2 and stored.counts.found_tokens == store.saved_tokens
+    for number, (_, text) in enumerate(asked):
+        np.testing.assert_array_equal(found[number].tokens, expected[text].tokens)
+        np.testing.assert_array_equal(found[number].logprobs, expected[text].logprobs)
+    assert len(secret) == 60 and not any(found[number].found for number in secret)
+    # The keys that the texts belong to do find them.
+    assert sum(found[number].found > 0 for number in range(0, count, 4)) > count / 16
+    # Rows have copies: their bytes are those of the layout, and the store's come on top.
+    held = [group for _, group in layers_of(stored._rows.state)]
+    assert sum(leaf.nbytes for group in held for leaf in (group.key, group.value)) == stored.prompts.layout.bytes(64)
+    states = [state for own in store.trie._used.values() for state in own.values()]
+    arrays = jax.tree.leaves([(each.value.state, each.value.logits) for each in states])
+    assert store.nbytes == sum(leaf.nbytes for leaf in arrays) + sum(each.tokens.nbytes for each in states)

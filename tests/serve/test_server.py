@@ -168,7 +168,8 @@ def test_two_hundred_clients(server, model):
     with ThreadPoolExecutor(200) as clients:
         list(clients.map(client, range(200)))
     server.wait_until_idle()
-    assert server.health()["status"] == "ok" and not server.runner.load.running
+    health = server.health()
+    assert health["status"] == "ok" and not server.runner.load.running and health["prefix_cache"] is None
 
 
 def events_of(content):
@@ -424,6 +425,7 @@ def test_states_of_prompts_belong_to_a_key(model):
         assert (two["hits"], two["misses"], two["found_tokens"], two["states"]) == (0, 1, 0, 1)
         assert one["bytes"] > two["bytes"] > 0
         assert counts(None) == counts(b"three") == {"max_bytes": 1 << 24}
+        assert server.runner.prefix_store.nbytes == one["bytes"] + two["bytes"] <= 1 << 24
         # Neither does what all have sent say which of it was found.
         assert server.health()["prompt_tokens"] == 3 * length + len(model.tokenizer.encode(PROMPTS[2]))
 
@@ -439,6 +441,24 @@ def test_bytes_of_the_prefix_cache():
     for wrong in ("-1", "much", "2GiB", "nan"):
         with pytest.raises(SystemExit):
             given(f"--prefix-cache={wrong}")
+
+
+def test_caches_whose_prompts_are_stored_by_default(monkeypatch):
+    """Full ones and compressors, whose states do not depend on what follows; a flag decides for the others too."""
+    monkeypatch.setattr(program, "load", lambda *args, **options: tiny(layers=1).model)
+
+    def store_of(*flags):
+        given = ["--model=x", "--prompt=32", "--new-tokens=8", *flags]
+        return program.runner_for(command.parser().parse_args(given)).prefix_store
+
+    half = "--budget=0.5"
+    chosen = ["--policy=full", "--selection=quest(4, 16)"]
+    for flags in (["--policy=full"], ["--policy=snapkv(window=4)", half], chosen):
+        assert store_of(*flags).max_bytes == 10**9, flags
+    for flags in (["--policy=h2o", half], ["--policy=window", half], ["--policy=full", "--storage=int8"]):
+        assert store_of(*flags) is None, flags
+    assert store_of("--policy=h2o", half, "--prefix-cache=2MB").max_bytes == 2 * 10**6
+    assert store_of("--policy=full", "--prefix-cache=0") is None
 
 
 @pytest.mark.sampled(0)
