@@ -1,6 +1,7 @@
 """The page of a leaderboard: a table for each budget with 95 % intervals and mean ranks, and plots against bytes."""
 
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from experiments.config import JOINED
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.reports import plots, tables
 from kvjax.errors import ConfigError
@@ -19,6 +21,8 @@ LOW, HIGH = 2.5, 97.5  # percentiles of a 95 % interval
 MAX_PERCENT = 1e5  # that is written out
 MAX_NATS = 700.0  # whose exponential is a float64
 LABELS = 16  # caches that a plot has room to name
+SELECTED = f"full{JOINED}"  # how the name of a cache begins whose selection reads a full one
+BUDGET = re.compile(r", (?:\w+=)?\{\w+\}|(?:\w+=)?\{\w+\}(?:, )?")  # arguments that `cells.filled` fills
 MIN_VALUES = 8  # rows or questions of which the bootstrap says something
 LOSS, HELD, RANK = "perplexity", "held", "mean rank"
 FOOTPRINT, READ, TIME, PEER = "footprint", "read", "time of a step", "as kvpress"
@@ -237,6 +241,12 @@ def on_front(points: Sequence[tuple[str, float, float]]) -> set[str]:
     return {name for name, x, y in points if not any(a <= x and b <= y and (a, b) != (x, y) for _, a, b in points)}
 
 
+def labels_of(caches: Sequence[str]) -> dict[str, str]:
+    """Returns short names for a plot: without the full cache that a selection reads, and without budgets."""
+    short = {each: BUDGET.sub("", each).replace("()", "").removeprefix(SELECTED) for each in caches}
+    return {each: name if [*short.values()].count(name) == 1 else each for each, name in short.items()}
+
+
 def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
     """Draws perplexity, and the mean of all tasks, against the share of bytes held.
 
@@ -248,6 +258,7 @@ def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
         panels.append(("mean score of tasks", mean, False))
     figure, axes = plots.new_figure(len(panels), figsize=(6.4 * len(panels), 5.2))
     caches = list(dict.fromkeys(row["cache"] for row in rows))
+    labels = labels_of(caches)
     for ax, (name, value, smaller) in zip(axes[0], panels, strict=True):
         plots.style(ax, name, "keys and values held, % of the full cache's", "")
         ends = []
@@ -260,7 +271,7 @@ def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
             x, y = zip(*points, strict=True)
             ax.plot(x, y, marker="o", markersize=3, linewidth=1, color=color, alpha=0.8)
             if cache in named:
-                ends.append((x[-1], y[-1], cache, color))
+                ends.append((x[-1], y[-1], labels[cache], color))
         ax.set_xscale("log")
         _tick(ax.xaxis, [100 * _held(row) for row in rows])
         if smaller:

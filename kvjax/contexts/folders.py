@@ -48,8 +48,8 @@ def _wait() -> None:
     futures.wait(list(_unfinished))
 
 
-# Called before that of concurrent.futures, which was registered when it was imported.
-threading._register_atexit(_wait)  # type: ignore[attr-defined]
+# Called before the function of concurrent.futures, after which no executor takes work. Python has no public name for it.
+getattr(threading, "_register_atexit", atexit.register)(_wait)
 
 
 @atexit.register

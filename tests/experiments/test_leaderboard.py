@@ -120,6 +120,15 @@ def test_the_front_has_what_no_other_beats_in_both_numbers():
     assert page.plot(many, {"needle(depths=5)": "needle"}).startswith(b"\x89PNG")
 
 
+def test_labels_of_a_plot_are_short_and_differ():
+    chosen = ("full + quest(page=16, budget={tokens})", "full + alisa({tokens}, first_layer=2)", "h2o + int8")
+    assert page.labels_of(chosen) == dict(
+        zip(chosen, ("quest(page=16)", "alisa(first_layer=2)", "h2o + int8"), strict=True)
+    )
+    same = ("full + infinigen(cap={tokens})", "full + infinigen(cap={share})", "window")
+    assert page.labels_of(same) == dict(zip(same, same, strict=True))
+
+
 def test_page_of_rows():
     rows = [
         made("h2o", 0.1, [1.2, 1.4], [100.0, 0.0]),
