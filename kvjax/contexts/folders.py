@@ -48,7 +48,8 @@ def _wait() -> None:
     futures.wait(list(_unfinished))
 
 
-# Called before the function of concurrent.futures, after which no executor takes work. Python has no public name for it.
+# Called before the function of concurrent.futures, after which no executor takes work. Python has no public name for
+# it; a Python without it waits too late, so that saves must be awaited there.
 getattr(threading, "_register_atexit", atexit.register)(_wait)
 
 
