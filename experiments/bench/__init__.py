@@ -25,7 +25,7 @@
   python -m experiments.bench shared --model=smollm2-135m-instruct --context=512,4096 --batch=8 --tokens=32
   python -m experiments.bench speculate --model=kvjax-tiny --context=512,960 --slots=128 --tokens=64 --drafts=retrieval
   python -m experiments.bench equality --drafts="seen(h2o(32))" --gammas=1,4
-  python -m experiments.bench budgets --context=768 --slots=512
+  python -m experiments.bench acceptance --context=768 --slots=512
   python -m experiments.bench answers --model=smollm2-135m-instruct --python=kvpress=PYTHON
   python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
 
@@ -107,7 +107,7 @@ equality: --tokens new tokens (128) after --batch prompts (64) of up to --contex
 --gammas (1 to 8) drafts, greedy and by samples: the rows whose tokens differ, and how many of them do at a near-tie,
 where plain decoding's choice is at most 0.001 above the other token in logits (with the noise of samples). --drafts are
 those of speculate; `A + B` are levels, and `int4: own(POLICY)` is the model with weights of 4 bits.
-budgets: the chance that a draft is accepted, by the budget of what drafts (64 slots, doubled up to --slots): the
+acceptance: the chance that a draft is accepted, by the budget of what drafts (64 slots, doubled up to --slots): the
 overlap of its probabilities and of the full cache's on --tokens tokens that the model has sampled after --batch prompts
 of --context tokens, and the share of tokens where both have the same most probable one. `seen` is counted in rounds of
 one draft.

@@ -265,7 +265,7 @@ def _equality(rows: Sequence[Row]) -> "Figure":
     return figure
 
 
-def _budgets(rows: Sequence[Row]) -> "Figure":
+def _acceptance(rows: Sequence[Row]) -> "Figure":
     drafts = list(dict.fromkeys(row["draft"] for row in rows))
     color = dict(zip(drafts, itertools.cycle(COLORS), strict=False))
     figure, panels = new_figure(1, figsize=(7, 3.8))
@@ -338,6 +338,6 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "shared": _shared,
     "speculate": _speculate,
     "equality": _equality,
-    "budgets": _budgets,
+    "acceptance": _acceptance,
     "answers": _answers,
 }

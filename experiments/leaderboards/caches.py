@@ -1,4 +1,4 @@
-"""The caches that the leaderboards of all policies have in common; `LEFT_OUT` says why a policy is not among them."""
+"""The policies that leaderboards have in common; `LEFT_OUT` says why another one is not among them."""
 
 from collections.abc import Mapping
 
@@ -46,16 +46,16 @@ POLICIES = (
     "by_page(h2o, page=16)",
 )
 
-#: Names of the registries of policies that no leaderboard of all policies has, and why.
+#: Registered names that `POLICIES` lacks, and why.
 LEFT_OUT: Mapping[str, str] = {
     "full": "it is the cache that all others are compared with",
     "local_only": "window(sinks=0)",
-    "fifo": "window(sinks=0), as a limit of a pool",
+    "fifo": "window(sinks=0), as a limit of a pool; docs/evidence.md has it",
     "heavy_only": "h2o(recent=0)",
-    "strided": "its slots follow from positions and a stride, whatever the text; a table of H2O has it",
-    "fixed": "its slots follow from positions and a block, whatever the text; a table of H2O has it",
-    "lru": "it ranks by the slots that a selection reads; figures of InfiniGen have it",
-    "counter": "it ranks by the slots that a selection reads; figures of InfiniGen have it",
+    "strided": "its slots follow from positions and a stride; docs/evidence.md and a table of H2O have it",
+    "fixed": "its slots follow from positions and a block; docs/evidence.md and a table of H2O have it",
+    "lru": "it ranks by the slots that a selection reads; docs/evidence.md and figures of InfiniGen have it",
+    "counter": "it ranks by the slots that a selection reads; docs/evidence.md and figures of InfiniGen have it",
     "learned": "its gate is trained for one model; docs/experiments.md has its figures",
     "from_layer": "it keeps every token of the first layers, which is another number of bytes",
     "phases": "its budget is for the tokens after the prompt; docs/evidence.md has its figures",

@@ -15,8 +15,8 @@ import kvjax.products
 from experiments import peers, results
 from experiments.bench import (
     accelerator,
+    acceptance,
     answers,
-    budgets,
     contestants,
     decode,
     device,
@@ -70,7 +70,7 @@ TASKS = {
     "shared": shared.run,
     "speculate": speculate.run,
     "equality": equality.run,
-    "budgets": budgets.run,
+    "acceptance": acceptance.run,
     "answers": answers.run,
 }
 #: Tasks that measure peers, and what checks their flags before it is asked whether the peers are installed.

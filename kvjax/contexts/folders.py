@@ -44,13 +44,21 @@ def _writer() -> ThreadPoolExecutor:
 
 
 def _wait() -> None:
-    """Waits for what is written. Orbax needs threads, which Python does not begin any more once it ends its own."""
+    """Waits for all saves. Orbax submits work to executors, which refuse it once `concurrent.futures` has shut down."""
     futures.wait(list(_unfinished))
+
+
+def _forget_parent() -> None:
+    """Forgets the saves of the parent of a forked process, which has no thread that would finish them."""
+    _unfinished.clear()
+    _writer.cache_clear()
 
 
 # Called before the function of concurrent.futures, after which no executor takes work. Python has no public name for
 # it; a Python without it waits too late, so that saves must be awaited there.
 getattr(threading, "_register_atexit", atexit.register)(_wait)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_parent)
 
 
 @atexit.register

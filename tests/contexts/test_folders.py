@@ -207,3 +207,25 @@ def test_a_program_that_ends_while_a_context_is_written_finishes_it(tmp_path):
     done = subprocess.run([sys.executable, "-c", SAVES, tmp_path, "ends"], capture_output=True, text=True, check=True)
     assert not done.stderr and sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
     assert_equal(contexts.load(tmp_path / "new", tiny(layers=1).model), small_context())
+
+
+FORKS = """
+import multiprocessing
+from concurrent.futures import Future
+from kvjax.contexts import folders
+
+folders._unfinished.add(Future())  # of a thread that the child does not have
+child = multiprocessing.get_context("fork").Process(target=print, args=("child",))
+child.start()
+child.join(30)
+print(child.exitcode, len(folders._unfinished))
+child.kill()
+folders._unfinished.clear()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_does_not_wait_for_the_saves_of_its_parent():
+    command = [sys.executable, "-W", "ignore", "-c", FORKS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90)
+    assert done.stdout.split() == ["child", "0", "1"]

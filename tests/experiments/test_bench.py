@@ -563,12 +563,12 @@ def test_the_tokens_of_drafts_are_those_of_plain_decoding(tmp_path):
 def test_the_budgets_of_drafts(tmp_path):
     """A draft that reads everything is always right; a window of 64 of 70 tokens is not."""
     arguments = ("--context=70", "--batch=2", "--slots=128", "--drafts=own(window)", "--drafts=seen(window)")
-    few, all_, _, seen = bench(tmp_path, "budgets", *arguments, "--against=none")
+    few, all_, _, seen = bench(tmp_path, "acceptance", *arguments, "--against=none")
     assert [row["slots"] for row in (few, all_, seen)] == [64, 128, 128]
     assert few["chance"] < all_["chance"] and all_["agreement"] == 1
     assert all_["chance"] == pytest.approx(1) == seen["chance"] and abs(all_["KL, nats"]) < 1e-5 < few["KL, nats"]
     with pytest.raises(ConfigError, match="takes one --context; got 8,9"):
-        main(["bench", "budgets", *QUICK, "--context=8,9"])
+        main(["bench", "acceptance", *QUICK, "--context=8,9"])
 
 
 def test_tokens_that_differ_are_found_and_are_no_near_ties():

@@ -13,8 +13,7 @@ from absl import flags
 import kvjax
 from experiments.bench.contestants import lengths
 from experiments.bench.speculate import drafter, model_of, prompts
-from kvjax import policies
-from kvjax.analysis import acceptance
+from kvjax import analysis, policies
 from kvjax.errors import ConfigError
 from kvjax.generation.sampling import Sample
 from kvjax.models.model import Model
@@ -37,7 +36,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     """
     sizes = lengths(values) or [CONTEXT]
     if len(sizes) > 1:
-        raise ConfigError(f"bench budgets takes one --context; got {','.join(values.context)}.")
+        raise ConfigError(f"bench acceptance takes one --context; got {','.join(values.context)}.")
     (context,) = sizes
     model = model_of(values, context + values.tokens + 2)
     prompt = prompts(values, model, context, ROWS)
@@ -57,7 +56,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
 
 
 def measured(model: Model, text: np.ndarray, context: int, draft: Drafter) -> JsonObject:
-    """Returns what there is of a draft.
+    """Returns the acceptance of a draft, as a part of a row.
 
     Args:
       model: the target.
@@ -72,6 +71,6 @@ def measured(model: Model, text: np.ndarray, context: int, draft: Drafter) -> Js
         )  # fmt: skip
         assert made.drafts is not None
         return {"by": "rounds", "chance": made.drafts.acceptance, "agreement": None, "KL, nats": None}
-    found = acceptance(model, text, draft, prompt_length=context)
+    found = analysis.acceptance(model, text, draft, prompt_length=context)
     divergence = float(found.kl.sum() / found.counts.sum())
     return {"by": "tokens", "chance": found.chance, "agreement": found.agreement, "KL, nats": divergence}
