@@ -69,3 +69,9 @@ def check(config: TrainMergeConfig) -> None:
             f"block, and windows.new_tokens={config.windows.new_tokens}: no token reads merged slots, so that training "
             "would not depend on them; give a smaller block, or at least 2 new tokens."
         )
+    budget, size = config.policy.budget, prompt + config.windows.new_tokens
+    if block is not None and isinstance(budget, int) and size <= budget + block:
+        raise ConfigError(
+            f"policy.budget={budget} and windows.prefill_block={block}: of windows of {size} tokens, no token reads "
+            "merged slots, so that training would not depend on them; give longer windows or a smaller budget."
+        )

@@ -17,6 +17,7 @@ from kvjax.summary import one_line
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 Request = tuple[Sequence[ArrayLike], ArrayLike]  # chunks in their order, and the question
 Quality = Callable[[int, Crafted], float]
+PAIR = 2  # chunks, question
 
 
 class CalibratedAlpha(NamedTuple):
@@ -80,9 +81,16 @@ def calibrate_alpha(
       InputError: there is no request or no factor, a number that is not valid, or no factor reaches the target; see
         also `kvjax.reuse.craft`.
     """
-    number_argument("target", target, minimum=-math.inf, maximum=math.inf, error=InputError)
+    if not isinstance(store, ChunkStore):
+        raise InputError(f"store must be a ChunkStore; got {shown(store)}.")
+    target = number_argument("target", target, minimum=-math.inf, maximum=math.inf, error=InputError)
+    if quality is None and target > 1:
+        raise InputError(f"target={target:g} cannot be reached: without quality=, no quality is above 1.")
     if not requests:
         raise InputError("requests must have at least one pair of chunks and a question.")
+    for number, request in enumerate(requests):
+        if not isinstance(request, tuple | list) or len(request) != PAIR:
+            raise InputError(f"request {number} must be a pair (chunks, question); got {shown(request)}.")
     given = sorted({number_argument("alphas: each factor", each, minimum=0, maximum=1e9, error=InputError)
                     for each in alphas})  # fmt: skip
     if not given:

@@ -219,8 +219,8 @@ def _in_parallel(phase: Phase, how: ParallelContexts) -> Phase:
         if not group.slot_axes:
             return made
         # The part of all contexts must be whole before it is raised to a power: XLA adds it up over devices.
-        over = f"slots over {'+'.join(group.slot_axes)}, {group.slot_parts} devices"
-        return dataclasses.replace(made, by_xla=True, reasons=(f"{over}, which XLA divides: contexts share positions",))
+        reason = f"a program of each of {group.slot_parts} devices: XLA divides the slots, as contexts share positions"
+        return dataclasses.replace(made, by_xla=True, reasons=(reason,))
 
     return tuple(tuple(of_group(group) for group in layer) for layer in phase)
 

@@ -90,6 +90,7 @@ def test_an_interrupted_run_resumes_exactly(config, tmp_path, monkeypatch):
         ("optimizer.clip", 0.0, "sets every gradient to 0"),
         ("windows.prefill_block", 0, "not valid; give a whole number of at least 1, or none"),
         ("windows.prefill_block", 24, "no token reads merged slots"),
+        ("policy.budget", 20, "windows of 24 tokens, no token reads merged slots.*longer windows or a smaller budget"),
     ],
 )
 def test_settings_that_do_not_fit_together(config, path, value, message):

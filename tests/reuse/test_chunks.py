@@ -185,7 +185,8 @@ def test_alpha_is_the_smallest_that_reaches_a_target(model):
     assert reuse.smallest_alpha(right, 1.0) == 0.5 and reuse.smallest_alpha(right, 0.5) == 0.0
     assert reuse.smallest_alpha({1.0: [0, 1]}, 0.6) is None
     for options, match in (
-        ({"target": 1.5, "alphas": (0.0,)}, "no factor reaches a mean quality of 1.5; the means are 0: "),
+        ({"target": 1.0, "alphas": (0.0,)}, "no factor reaches a mean quality of 1; the means are 0: "),
+        ({"target": 1.5}, "cannot be reached: without quality=, no quality is above 1"),
         ({"target": 0.5, "alphas": ()}, "at least one factor"),
         ({"target": 0.5, "alphas": (-1.0,)}, "each factor"),
     ):
@@ -193,6 +194,10 @@ def test_alpha_is_the_smallest_that_reaches_a_target(model):
             reuse.calibrate_alpha(store, requests, **options)
     with pytest.raises(InputError, match="at least one pair"):
         reuse.calibrate_alpha(store, [], target=0.5)
+    with pytest.raises(InputError, match="request 2 must be a pair"):
+        reuse.calibrate_alpha(store, [*requests, requests[0][:1]], target=0.5)
+    with pytest.raises(InputError, match="must be a ChunkStore"):
+        reuse.calibrate_alpha(model, requests, target=0.5)
 
 
 def test_a_store_has_a_bound_and_variants(model):

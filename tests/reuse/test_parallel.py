@@ -159,7 +159,10 @@ def test_slots_over_devices_equal_one_device(tmp_path):
         each = found[name]
         assert each["kept"] and each["text"] and each["logits"] < 1e-4, each
         assert each["axes"] == ["context"] and each["own_slots"] == each["slots"] // parts
-        assert f"slots over context, {parts} devices, which XLA divides: contexts share positions" in each["says"]
+        assert (
+            f"not a program of each of {parts} devices: XLA divides the slots, as contexts share positions"
+            in each["says"]
+        )
     # A step of decoding gathers no keys and values.
     programs = [each.read_text() for each in tmp_path.glob("*jit_decode_steps*after_optimizations.txt")]
     divided = [each for each in programs if "num_partitions=4" in each]

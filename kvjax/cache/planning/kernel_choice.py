@@ -103,7 +103,7 @@ class Chooser:
             return dataclasses.replace(
                 group, slots=tuple(-(-size // multiple) * multiple for size in group.slots), slot_axes=axes,
                 slot_parts=parts, by_xla=True, attn_implementation="xla", step_implementation=None,
-                reasons=(f"{over}, which XLA divides: {reason}",),
+                reasons=(f"a program of each of {parts} devices: XLA divides the slots, as {reason}",),
             )  # fmt: skip
         if reason:
             text = f"{over}, each of which holds them all: {reason}"
