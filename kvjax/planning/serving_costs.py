@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.cache.planning.head_groups import by_head
+from kvjax.cache.planning.head_groups import branches_of, by_head
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.devices import Device
 from kvjax.errors import InputError, shown
-from kvjax.inputs import check_count
+from kvjax.inputs import LARGEST_COUNT, check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import active_parameter_count, parameter_count
 from kvjax.policies.base import Policy
@@ -232,35 +232,42 @@ def evicting_layers(runs: Sequence[LayerRun]) -> int:
 
 
 def layer_budgets(policy: Policy | CacheSpec, config: DecoderConfig, tokens: int) -> tuple[int | None, ...]:
-    """Returns the slots that a policy keeps in each layer of a prompt, for `ServedModel.runs`.
+    """Returns the slots that a policy has in each layer after a prompt, for `ServedModel.runs`.
+
+    These are the slots that `kvjax.cache.planning.lowering.lower` allocates for a prompt and for any number of tokens
+    after it, without the one for the newest token: a policy that evicts every m tokens has m - 1 more than its budget,
+    and ``phases(full(), policy)`` has those of the prompt besides.
 
     Args:
       policy: such as ``split_layers(full(), h2o(64), shares=(1, 3))``.
       config: the decoder.
-      tokens: of the prompt, which budgets that are shares of it are of.
+      tokens: of the prompt; a budget such as 0.2 is a share of them, and so is one such as `TextFraction(0.2)`.
 
     Raises:
-      InputError: heads of a layer have different numbers of slots, or the policy compresses prompts alone.
+      InputError: heads of a layer have different numbers of slots, the policy compresses prompts alone, or a storage
+        whose slots are not all of the same bytes.
       PolicyError: see `kvjax.generate`.
     """
     check_count("tokens", tokens)
+    spec = as_spec(policy)
+    _check_slots_alike(spec.storage)
     lengths = np.array([tokens], np.int32)
-    sizes = sizes_for(
-        lengths, 0, width=tokens, block=None, limits=Limits(tokens, 1, shortest=tokens), last_fed=False
-    )  # fmt: skip
-    lowered = lower(as_spec(policy), config, sizes, lengths, implementation="xla", dtype=np.float32)
+    branches = branches_of(spec.policy, spec.selection, config)
+    budgets = [policy.budget for branch in branches for policy in (branch.prompt, branch.decode)]
+    of_text = any(each is not None and each.of_text for each in budgets)
+    # With room for all that may follow, no number of slots is limited by the length of the text.
+    limits = Limits(tokens, 1 if of_text else LARGEST_COUNT, shortest=tokens)
+    sizes = sizes_for(lengths, 0, width=tokens, block=None, limits=limits, last_fed=not of_text)
+    lowered = lower(spec, config, sizes, lengths, implementation="xla", dtype=np.float32, totals=lengths)
+    newest = 0 if spec.storage.new_tokens_separate else 1
     found: list[int | None] = []
-    phases = zip(lowered.layout.prompt, lowered.layout.decode, lowered.budgets.decode, strict=True)
-    for number, (before, groups, budgets) in enumerate(phases):
+    for number, (before, groups) in enumerate(zip(lowered.layout.prompt, lowered.layout.decode, strict=True)):
         if any(own.policy.budget is not None for own in before) and not any(group.evicts for group in groups):
             raise InputError(
                 f"policy {before[0].policy.name} compresses prompts and keeps all that follows; plans take policies "
                 "that evict while decoding, and full."
             )
-        own = {
-            None if each is None or not group.evicts else int(each[0])
-            for group, each in zip(groups, budgets, strict=True)
-        }
+        own = {group.capacity - newest if group.evicts else None for group in groups}
         if len(own) != 1:
             raise InputError(f"the heads of layer {number} have different numbers of slots, {shown(own)}.")
         found.append(own.pop())

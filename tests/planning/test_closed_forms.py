@@ -12,7 +12,7 @@ from kvjax import contexts, devices, policies, reuse, storage
 from kvjax.cache.layer_stack import arranged_state
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
-from kvjax.cache.spec import as_spec
+from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.errors import InputError
 from kvjax.models import shapes
 from kvjax.planning import attention_traffic as traffic
@@ -88,6 +88,19 @@ def test_bytes_by_layer_are_those_of_arrays():
 
 
 TEXT = 200  # tokens of the law's prompt
+POLICIES = {
+    **{name: examples.policy(name) for name in policies.POLICIES}, **examples.combined(), **examples.planned(),
+    "h2o in rounds": policies.h2o(40, every=64), "by_page of 16": policies.by_page(policies.h2o(50), page=16),
+    "kept prompt": policies.phases(policies.full(), policies.random(16, every=8)),
+    "layers in rounds": policies.split_layers(policies.full(), policies.h2o(24, every=4), shares=(1, 1)),
+    "compressed to more": policies.after_prefill(policies.snapkv(90), then=policies.roco(20)),
+    "share of a text": policies.h2o(policies.TextFraction(0.5)),
+}  # fmt: skip
+#: Those that plans do not take: compressors of prompts alone, and heads with slots of their own.
+NOT_PLANNED = {
+    "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "kvzip", "kvgrad",
+    "compactor", "matched", "qfilters", "adakv", "value_aware", "chunkkv", "duo_attention", "razor_attention",
+}  # fmt: skip
 
 
 def lowered_bytes(spec, config, following, dtype="float32"):
@@ -96,6 +109,23 @@ def lowered_bytes(spec, config, following, dtype="float32"):
     limits = kvjax.Limits(TEXT, following + 1, shortest=TEXT)
     sizes = sizes_for(lengths, following, width=TEXT, block=None, limits=limits, last_fed=False)
     return lower(spec, config, sizes, lengths, implementation="xla", dtype=dtype, totals=lengths).layout.bytes()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_planned_slots_are_those_of_the_layout(name):
+    """When a prompt ends and 70 tokens later, each layer that evicts has one slot more, for the newest token."""
+    config, policy = tiny().model.config, POLICIES[name]
+    if name in NOT_PLANNED:
+        with pytest.raises(InputError, match=r"compresses prompts|have different numbers of slots"):
+            layer_budgets(policy, config, TEXT)
+        return
+    plan, budgets = ServedModel.of(config, width=4), layer_budgets(policy, config, TEXT)
+    for following in (0, 70):
+        total = TEXT + following
+        # A share of a text is of the text that is planned for.
+        own = budgets if following == 0 or name != "share of a text" else layer_budgets(policy, config, total)
+        newest = [None if each is None else each + 1 for each in own]
+        assert plan.cache_bytes(total, newest) == lowered_bytes(as_spec(policy), config, following)
 
 
 @pytest.mark.parametrize("name", storage.STORAGES)
@@ -319,6 +349,7 @@ def test_a_row_that_computes_nothing_reads_nothing():
         (lambda: dataclasses.replace(SMALL, layer_slot_bytes=(8, 0.5)), r"layer_slot_bytes\[1\] must be a whole"),
         (lambda: ServedModel.of(tiny().model.config, 1, storage.int8()), "width must be 2 or 4 bytes; got 1"),
         (lambda: ServedModel.of(tiny().model.config, storage=storage.think(recent=0)), "what its prompt's vectors"),
+        (lambda: layer_budgets(CacheSpec(policies.h2o(8), storage.kivi()), tiny().model.config, 64), "are exact"),
         (lambda: SMALL.prefill_flops(5, statistics_layers=True), "from 0 to 2; got True"),
         (lambda: SMALL.prefill_flops(5, statistics_layers=3), "from 0 to 2; got 3"),
         (lambda: dataclasses.replace(SMALL, layer_slot_bytes=(8, 16)).slot_bytes, "different bytes"),
