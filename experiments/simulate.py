@@ -43,6 +43,7 @@ SUBJECTS = (
     "transfer",
 )
 BY_LAYER = ("serving", "layouts", "preemption", "pool")  # take slots by layer
+BY_BYTES = (*BY_LAYER, "phases", "blend")  # take the bytes of a slot
 
 
 def define(values: flags.FlagValues) -> None:
@@ -53,9 +54,12 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("longest", 8192, "the most tokens that a row may have", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("budget", 512, "slots of a head under an evicting policy", lower_bound=1, flag_values=values)
     policy = "instead of --budget: an evicting policy, such as split_layers(full(), h2o(64), shares=(1, 3)), whose "
-    policy += "slots in each layer, after a text of --tokens, are planned"
+    policy += "slots in each layer, after a prompt of --tokens, are planned"
     flags.DEFINE_string("policy", None, policy, flag_values=values)
-    storage = "the storage whose bytes a slot has, such as int8; without it, numbers of two bytes"
+    storage = (
+        "the storage whose bytes a slot has, such as int8, if all slots have the same; without it, numbers of two "
+    )
+    storage += "bytes"
     flags.DEFINE_string("storage", None, storage, flag_values=values)
     flags.DEFINE_integer(
         "granule", 2 << 20, "bytes that virtual memory is mapped by", lower_bound=1, flag_values=values
@@ -121,7 +125,11 @@ def main(argv: Sequence[str]) -> int:
     if values.shape is None or (values.topology is None and given[0] != "traffic"):
         raise ConfigError("give --shape=NAME, such as llama2-7b, and --topology=NAME, such as h100:1.")
     if values.policy is not None and given[0] not in BY_LAYER:
-        raise ConfigError(f"--policy is for {', '.join(BY_LAYER)}; {given[0]} takes --budget.")
+        raise ConfigError(f"--policy is for {', '.join(BY_LAYER)}; {given[0]} does not take it.")
+    if values.storage is not None and given[0] not in BY_BYTES:
+        raise ConfigError(f"--storage is for {', '.join(BY_BYTES)}; {given[0]} plans numbers of two bytes.")
+    if values.policy is not None and values["budget"].present:
+        raise ConfigError("--policy has a budget of its own; leave out --budget.")
     if given[0] == "storage" and values.flash_rate is None:
         raise ConfigError(
             "storage needs --flash_rate=NUMBER, the bytes/s at which the drive reads flash, such as 12e9."

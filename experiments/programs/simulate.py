@@ -88,8 +88,8 @@ def _numbers(flag: str, given: Sequence[str], example: str) -> list[float]:
 def _serving(model: ServedModel, values: flags.FlagValues) -> Rows:
     rows = []
     for name, budget in _caches(values):
-        statistics = evicting_layers(model.runs(budget))
-        made = serving_costs(model, _device(values), values.tokens, budget=budget, statistics=statistics)
+        summed = evicting_layers(model.runs(budget))
+        made = serving_costs(model, _device(values), values.tokens, budget=budget, statistics_layers=summed)
         rows.append({
             "cache": name, "bytes of a row": size(made.cache), "rows": made.rows, "prompt, s": made.prefill,
             "token of one row, ms": 1e3 * made.decode_step_one_row, "of all rows, ms": 1e3 * made.decode_step_all_rows,

@@ -332,7 +332,7 @@ def _step(model: ServedModel, device: Device, rows: Sequence[_Row], load: _Load,
     for row in rows:
         away = row.remote_placement()
         if not row.made:
-            flops += model.prefill_flops(row.request.prompt, statistics=evicting_layers(runs))
+            flops += model.prefill_flops(row.request.prompt, statistics_layers=evicting_layers(runs))
             slots_moved += slot * sum(own for _, own in away)
             continue
         flops += 2 * model.active

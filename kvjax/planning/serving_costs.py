@@ -9,19 +9,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvjax.cache.planning.head_groups import branches_of, by_head
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.devices import Device
 from kvjax.errors import InputError, shown
-from kvjax.inputs import check_count
+from kvjax.inputs import LARGEST_COUNT, check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import active_parameter_count, parameter_count
 from kvjax.policies.base import Policy
 from kvjax.storage.base import Storage
+from kvjax.storage.layouts import SingleSlots
 
 #: The slots of each layer: one number for all, one for each layer, or None for a full cache, of all layers or of one.
 Budget = int | Sequence[int | None] | None
+
+#: The dtype of numbers of 2 and of 4 bytes, by name; NumPy has no bfloat16.
+DTYPES = {2: "float16", 4: "float32"}
 
 
 class LayerRun(NamedTuple):
@@ -59,11 +64,11 @@ class ServedModel:
       dim: features of a head.
       width: bytes of a number of weights, keys and values.
       active_params: those that a token is multiplied by, in a model of experts; None = all.
-      layer_slot_bytes: bytes of the key and the value of a token in each layer, where these are no numbers of `width`
-        bytes, or layers differ; None = `2 * kv_heads * dim * width` in each.
+      layer_slot_bytes: bytes of the key and the value of a token in each layer, for storages that encode, or layers
+        that differ; None = `2 * kv_heads * dim * width` in each.
 
     Raises:
-      InputError: `layer_slot_bytes` is not one whole number of at least 1 for each layer.
+      InputError: `layer_slot_bytes` is not a sequence with a whole number of at least 1 for each layer.
     """
 
     params: int
@@ -79,11 +84,13 @@ class ServedModel:
         given = self.layer_slot_bytes
         if given is None:
             return
-        if len(given) != self.layers or not all(_is_count(each) for each in given):
+        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != self.layers:
             raise InputError(
-                f"layer_slot_bytes must be a whole number of at least 1 for each of {self.layers} layers; got "
+                f"layer_slot_bytes must be a sequence with one number for each of {self.layers} layers; got "
                 f"{shown(given)}."
             )
+        for layer, each in enumerate(given):
+            check_count(f"layer_slot_bytes[{layer}]", each)
         object.__setattr__(self, "layer_slot_bytes", tuple(given))
 
     @classmethod
@@ -95,15 +102,19 @@ class ServedModel:
           width: see `ServedModel`; 2 or 4.
           storage: that holds keys and values, with as many bytes as `Storage.bytes_per_slot` says of each layer; None =
             numbers of `width` bytes.
+
+        Raises:
+          InputError: another width, or a storage whose slots are not all of the same bytes.
+          StorageError: a storage that cannot hold the decoder's heads.
         """
+        if width not in DTYPES:
+            raise InputError(f"width must be 2 or 4 bytes; got {shown(width)}.")
         by_layer = None
         if storage is not None:
-            # Names, since NumPy has no bfloat16.
-            dtype = {2: "float16", 4: "float32"}[width]
+            _check_slots_alike(storage)
+            held = by_head(storage.bound(config.num_kv_heads), config.num_layers, config.num_kv_heads)
             by_layer = tuple(
-                config.num_kv_heads
-                * storage.of_layer(index, config.num_layers).bytes_per_slot(config.head_dim, np.dtype(dtype))
-                for index in range(config.num_layers)
+                sum(each.bytes_per_slot(config.head_dim, np.dtype(DTYPES[width])) for each in heads) for heads in held
             )
         return cls(
             params=parameter_count(config), layers=config.num_layers, heads=config.num_heads,
@@ -173,21 +184,46 @@ class ServedModel:
         """Returns the bytes of the live slots of a text, of which each layer holds at most its budget; see `runs`."""
         return sum(each.total * each.held(tokens) for each in self.runs(budget))
 
-    def prefill_flops(self, tokens: int, *, statistics: bool | int = False) -> float:
+    def prefill_flops(self, tokens: int, *, statistics_layers: int = 0) -> float:
         """Returns the FLOPs of a prompt: weights, and the two causal products of attention.
 
         Args:
           tokens: of the prompt.
-          statistics: whether probabilities are summed over queries, which takes half as much as attention; or the
-            number of layers in which they are.
+          statistics_layers: the number of layers in which probabilities are summed over queries, which takes half as
+            much as attention.
+
+        Raises:
+          InputError: `statistics_layers` is not a whole number from 0 to `layers`.
         """
-        layers = self.layers * statistics if isinstance(statistics, bool) else statistics
+        given = statistics_layers
+        if isinstance(given, bool) or not isinstance(given, numbers.Integral) or not 0 <= given <= self.layers:
+            raise InputError(f"statistics_layers must be a whole number from 0 to {self.layers}; got {shown(given)}.")
         attention = self.heads * self.dim * tokens**2
-        return 2 * self.active * tokens + (2 * self.layers + layers) * attention
+        return 2 * self.active * tokens + (2 * self.layers + int(given)) * attention
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1
+def _check_slots_alike(storage: Storage) -> None:
+    """Checks that all slots of a layer have the same bytes, and that a row has nothing else.
+
+    Raises:
+      InputError: if not.
+    """
+    layout, reason = storage.resolved_layout, None
+    if storage.residual and not storage.exact:
+        reason = f"its newest {storage.residual} are exact"
+    elif storage.sinks and not storage.exact:
+        reason = f"its first {storage.sinks} are exact"
+    elif layout.block_size is not None:
+        reason = f"its newest are exact, until {layout.block_size} are encoded together"
+    elif not isinstance(layout, SingleSlots):
+        reason = f"its slots lie in {type(layout).__name__.lower()}, which hold tokens in more than one form"
+    elif storage.sides_of("prompt"):
+        reason = "besides them, a row holds what its prompt's vectors share"
+    if reason is not None:
+        raise InputError(
+            f"bytes of {storage.name} depend on the number of tokens: {reason}. Plans take storages whose slots are "
+            "all alike, such as int8."
+        )
 
 
 def evicting_layers(runs: Sequence[LayerRun]) -> int:
@@ -196,35 +232,42 @@ def evicting_layers(runs: Sequence[LayerRun]) -> int:
 
 
 def layer_budgets(policy: Policy | CacheSpec, config: DecoderConfig, tokens: int) -> tuple[int | None, ...]:
-    """Returns the slots that a policy keeps in each layer of a prompt, for `ServedModel.runs`.
+    """Returns the slots that a policy has in each layer after a prompt, for `ServedModel.runs`.
+
+    These are the slots that `kvjax.cache.planning.lowering.lower` allocates for a prompt and for any number of tokens
+    after it, without the one for the newest token: a policy that evicts every m tokens has m - 1 more than its budget,
+    and ``phases(full(), policy)`` has those of the prompt besides.
 
     Args:
       policy: such as ``split_layers(full(), h2o(64), shares=(1, 3))``.
       config: the decoder.
-      tokens: of the prompt, which budgets that are shares of it are of.
+      tokens: of the prompt; a budget such as 0.2 is a share of them, and so is one such as `TextFraction(0.2)`.
 
     Raises:
-      InputError: heads of a layer have different numbers of slots, or the policy compresses prompts alone.
+      InputError: heads of a layer have different numbers of slots, the policy compresses prompts alone, or a storage
+        whose slots are not all of the same bytes.
       PolicyError: see `kvjax.generate`.
     """
     check_count("tokens", tokens)
+    spec = as_spec(policy)
+    _check_slots_alike(spec.storage)
     lengths = np.array([tokens], np.int32)
-    sizes = sizes_for(
-        lengths, 0, width=tokens, block=None, limits=Limits(tokens, 1, shortest=tokens), last_fed=False
-    )  # fmt: skip
-    lowered = lower(as_spec(policy), config, sizes, lengths, implementation="xla", dtype=np.float32)
+    branches = branches_of(spec.policy, spec.selection, config)
+    budgets = [policy.budget for branch in branches for policy in (branch.prompt, branch.decode)]
+    of_text = any(each is not None and each.of_text for each in budgets)
+    # With room for all that may follow, no number of slots is limited by the length of the text.
+    limits = Limits(tokens, 1 if of_text else LARGEST_COUNT, shortest=tokens)
+    sizes = sizes_for(lengths, 0, width=tokens, block=None, limits=limits, last_fed=not of_text)
+    lowered = lower(spec, config, sizes, lengths, implementation="xla", dtype=np.float32, totals=lengths)
+    newest = 0 if spec.storage.new_tokens_separate else 1
     found: list[int | None] = []
-    phases = zip(lowered.layout.prompt, lowered.layout.decode, lowered.budgets.decode, strict=True)
-    for number, (before, groups, budgets) in enumerate(phases):
+    for number, (before, groups) in enumerate(zip(lowered.layout.prompt, lowered.layout.decode, strict=True)):
         if any(own.policy.budget is not None for own in before) and not any(group.evicts for group in groups):
             raise InputError(
                 f"policy {before[0].policy.name} compresses prompts and keeps all that follows; plans take policies "
                 "that evict while decoding, and full."
             )
-        own = {
-            None if each is None or not group.evicts else int(each[0])
-            for group, each in zip(groups, budgets, strict=True)
-        }
+        own = {group.capacity - newest if group.evicts else None for group in groups}
         if len(own) != 1:
             raise InputError(f"the heads of layer {number} have different numbers of slots, {shown(own)}.")
         found.append(own.pop())
@@ -262,7 +305,7 @@ class ServingCosts:
 
 
 def serving_costs(
-    model: ServedModel, device: Device, tokens: int, *, budget: Budget = None, statistics: bool | int = False
+    model: ServedModel, device: Device, tokens: int, *, budget: Budget = None, statistics_layers: int = 0
 ) -> ServingCosts:
     """Computes what a device of full speed needs to serve texts of `tokens` tokens.
 
@@ -271,10 +314,10 @@ def serving_costs(
       device: with its memory, and the speeds of its memory, of its host link and of its products.
       tokens: of each text.
       budget: the slots of each layer, or one number for each; see `ServedModel.runs`. None = a full cache.
-      statistics: see `ServedModel.prefill_flops`.
+      statistics_layers: see `ServedModel.prefill_flops`.
 
     Raises:
-      InputError: the device's memory, compute or link is not known.
+      InputError: the device's memory, compute or link is not known, or see `ServedModel`.
     """
     memory, bandwidth, link, compute = device.memory, device.bandwidth, device.link, device.flops
     if not memory or not bandwidth or not link or not compute:
@@ -289,6 +332,6 @@ def serving_costs(
         return (model.weight_bytes + rows * cache) / bandwidth
 
     return ServingCosts(
-        cache=cache, rows=rows, prefill=model.prefill_flops(tokens, statistics=statistics) / compute,
+        cache=cache, rows=rows, prefill=model.prefill_flops(tokens, statistics_layers=statistics_layers) / compute,
         decode_step_one_row=step(1), decode_step_all_rows=step(rows), switch=2 * cache / link,
     )  # fmt: skip

@@ -66,8 +66,28 @@ def test_slots_by_layer_and_bytes_of_a_storage(tmp_path):
     assert found["int8"] > found[None]
     for subject in ("layouts", "preemption", "pool"):
         assert run(subject, *ARGUMENTS, *by_layer, "--users=3", "--requests=4", "--turns=2") == 0
-    with pytest.raises(ConfigError, match="traffic takes --budget"):
-        run("traffic", *ARGUMENTS, *by_layer)
+
+
+@pytest.mark.parametrize("subject", experiments.simulate.SUBJECTS)
+def test_flags_that_a_subject_does_not_take_are_refused(subject):
+    options = [*ARGUMENTS, "--users=3", "--requests=4", "--turns=2", "--flash_rate=12e9", "--tokens=600"]
+    taken = {"--policy=h2o(64)": experiments.simulate.BY_LAYER, "--storage=int8": experiments.simulate.BY_BYTES}
+    for flag, subjects in taken.items():
+        if subject in subjects:
+            assert run(subject, *options, flag) == 0
+        else:
+            with pytest.raises(ConfigError, match=f"{flag.split('=')[0]} is for serving, .*; {subject}"):
+                run(subject, *options, flag)
+
+
+def test_slots_of_a_policy_that_keeps_the_prompt(tmp_path):
+    """Those of the prompt and its own: at the end of a prompt, as many bytes as a full cache."""
+    file = tmp_path / "made.json"
+    policy = "--policy=phases(full(), random(128, every=64))"
+    assert run("serving", *ARGUMENTS, "--tokens=4096", policy, f"--output_file={file}") == 0
+    full, kept = json.loads(file.read_text())["rows"]
+    assert kept["bytes of a row"] == full["bytes of a row"] == size(2_147_483_648)
+    assert kept["rows"] == full["rows"]
 
 
 def test_chunks_are_sent_at_levels_if_there_is_no_time_to_compute(tmp_path):
@@ -95,6 +115,7 @@ def test_chunks_are_sent_at_levels_if_there_is_no_time_to_compute(tmp_path):
         (["transfer", *ARGUMENTS, "--bits=abc"], "--bits=abc is not valid; give numbers above 0, such as 2.5"),
         (["transfer", *ARGUMENTS, "--bits="], "--bits needs a number for each level"),
         (["transfer", *ARGUMENTS, "--trace=1e9"], "--trace=1e9 is not valid; give SECONDS:BYTES/S"),
+        (["serving", *ARGUMENTS, "--policy=h2o(64)", "--budget=64"], "leave out --budget"),
         (["phases", "--shape=llama2-70b", "--topology=h100:1"], "do not fit"),
         (["layouts", "--shape=llama2-70b", "--topology=h100:1"], "do not fit"),
     ],

@@ -10,6 +10,9 @@ import pytest
 import kvjax
 from kvjax import contexts, devices, policies, reuse, storage
 from kvjax.cache.layer_stack import arranged_state
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
+from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.errors import InputError
 from kvjax.models import shapes
 from kvjax.planning import attention_traffic as traffic
@@ -17,6 +20,7 @@ from kvjax.planning import cache_phases, memory_pool, offload_shares, preemption
 from kvjax.planning import memory_layouts as layouts
 from kvjax.planning.preemption import Turn
 from kvjax.planning.serving_costs import ServedModel, layer_budgets, serving_costs
+from tests import examples
 from tests.tiny import tiny
 
 LARGE = ServedModel(params=34_000_000_000, layers=60, heads=56, kv_heads=8, dim=128)
@@ -83,6 +87,65 @@ def test_bytes_by_layer_are_those_of_arrays():
         layer_budgets(policies.split_heads([[1, 0], [1, 0]], policies.full(), policies.window(4)), model.config, 64)
 
 
+TEXT = 200  # tokens of the law's prompt
+POLICIES = {
+    **{name: examples.policy(name) for name in policies.POLICIES}, **examples.combined(), **examples.planned(),
+    "h2o in rounds": policies.h2o(40, every=64), "by_page of 16": policies.by_page(policies.h2o(50), page=16),
+    "kept prompt": policies.phases(policies.full(), policies.random(16, every=8)),
+    "layers in rounds": policies.split_layers(policies.full(), policies.h2o(24, every=4), shares=(1, 1)),
+    "compressed to more": policies.after_prefill(policies.snapkv(90), then=policies.roco(20)),
+    "share of a text": policies.h2o(policies.TextFraction(0.5)),
+}  # fmt: skip
+#: Those that plans do not take: compressors of prompts alone, and heads with slots of their own.
+NOT_PLANNED = {
+    "snapkv", "pyramidkv", "knorm", "keydiff", "expected_attention", "lagkv", "leverage", "cur", "kvzip", "kvgrad",
+    "compactor", "matched", "qfilters", "adakv", "value_aware", "chunkkv", "duo_attention", "razor_attention",
+}  # fmt: skip
+
+
+def lowered_bytes(spec, config, following, dtype="float32"):
+    """The bytes of keys and values that are allocated for a prompt of `TEXT` tokens."""
+    lengths = np.array([TEXT], np.int32)
+    limits = kvjax.Limits(TEXT, following + 1, shortest=TEXT)
+    sizes = sizes_for(lengths, following, width=TEXT, block=None, limits=limits, last_fed=False)
+    return lower(spec, config, sizes, lengths, implementation="xla", dtype=dtype, totals=lengths).layout.bytes()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_planned_slots_are_those_of_the_layout(name):
+    """When a prompt ends and 70 tokens later, each layer that evicts has one slot more, for the newest token."""
+    config, policy = tiny().model.config, POLICIES[name]
+    if name in NOT_PLANNED:
+        with pytest.raises(InputError, match=r"compresses prompts|have different numbers of slots"):
+            layer_budgets(policy, config, TEXT)
+        return
+    plan, budgets = ServedModel.of(config, width=4), layer_budgets(policy, config, TEXT)
+    for following in (0, 70):
+        total = TEXT + following
+        # A share of a text is of the text that is planned for.
+        own = budgets if following == 0 or name != "share of a text" else layer_budgets(policy, config, total)
+        newest = [None if each is None else each + 1 for each in own]
+        assert plan.cache_bytes(total, newest) == lowered_bytes(as_spec(policy), config, following)
+
+
+@pytest.mark.parametrize("name", storage.STORAGES)
+def test_planned_bytes_are_those_of_the_layout(name):
+    """Plans take storages whose bytes are those of a slot times the number of tokens; the others are refused."""
+    config, held = tiny().model.config, examples.held(name)
+    refused = {
+        "think": "its newest 4 are exact", "kivi": "its newest 8 are exact", "kvquant": "its first 1 are exact",
+        "gear": "until 8 are encoded", "kvarn": "until 8 are encoded", "zipcache": "until 8 are encoded",
+        "cskv": "until 8 are encoded", "mikv": "lie in tiers", "minicache": "lie in pairs",
+    }  # fmt: skip
+    if name in refused:
+        with pytest.raises(InputError, match=f"bytes of {held.name} depend on the number of tokens: .*{refused[name]}"):
+            ServedModel.of(config, storage=held)
+        return
+    for width, dtype in ((2, "bfloat16"), (4, "float32")):
+        plan = ServedModel.of(config, width=width, storage=held)
+        assert plan.cache_bytes(TEXT) == lowered_bytes(as_spec(policies.full(), held), config, 0, dtype)
+
+
 def test_equal_budgets_of_layers_are_one_budget():
     trace = preemption.random_trace(6, 2, rate=50.0, prompt=60, output=20, seed=1)
     device = devices.Device("small", 2.1e6, 1e9, 1e10, "given", link=1e8, interconnect=1e8)
@@ -118,13 +181,13 @@ def test_layers_add_up():
     assert row.slots == 24 * 512 + 40 * 17
     for name in ("reserved", "pages", "vattention", "slots"):
         assert getattr(row, name) == sum(getattr(each, name) for each in own)
-    assert both.prefill_flops(50, statistics=1) == pytest.approx(
+    assert both.prefill_flops(50, statistics_layers=1) == pytest.approx(
         2 * both.params * 50 + 5 * both.heads * both.dim * 50**2
     )
     # One turn, whose steps read what each layer holds.
     made = preemption.simulate_preemption(both, FAST, [Turn(0, 0, 0.0, 64, 3)], budget=budgets, prompt_tokens=64)
     assert made.ttft[50] == pytest.approx(
-        max(both.prefill_flops(64, statistics=1) / FAST.flops,
+        max(both.prefill_flops(64, statistics_layers=1) / FAST.flops,
             (both.weight_bytes + both.cache_bytes(64, budgets)) / FAST.bandwidth)
     )  # fmt: skip
     steps = [(both.weight_bytes + both.cache_bytes(tokens, budgets)) / FAST.bandwidth for tokens in (65, 66)]
@@ -147,7 +210,8 @@ def test_serving(plans):
         device = devices.Device(
             "given", about["memory"], about["memory_rate"], about["flops"], "given", link=about["host_rate"]
         )
-        found = serving_costs(model_of(about), device, about["n"], statistics=about["statistics"])
+        model = model_of(about)
+        found = serving_costs(model, device, about["n"], statistics_layers=model.layers * about["statistics"])
         assert {name: getattr(found, name) for name in expected} == pytest.approx(expected, rel=1e-12)
 
 
@@ -235,7 +299,7 @@ def test_one_turn_is_the_closed_form():
 
 def test_under_a_budget_a_prompt_in_one_piece_is_the_closed_form_with_statistics():
     made = preemption.simulate_preemption(LARGE, FAST, [Turn(0, 0, 0.0, 4096, 2)], budget=64, prompt_tokens=4096)
-    assert made.ttft[50] == pytest.approx(LARGE.prefill_flops(4096, statistics=True) / FAST.flops)
+    assert made.ttft[50] == pytest.approx(LARGE.prefill_flops(4096, statistics_layers=LARGE.layers) / FAST.flops)
     assert made.tbt[50] == pytest.approx((LARGE.weight_bytes + LARGE.cache_bytes(64)) / FAST.bandwidth)
     in_pieces = preemption.simulate_preemption(LARGE, FAST, [Turn(0, 0, 0.0, 4096, 2)], budget=64, prompt_tokens=512)
     assert in_pieces.ttft[50] < made.ttft[50]  # later pieces attend to 64 slots and themselves
@@ -281,6 +345,13 @@ def test_a_row_that_computes_nothing_reads_nothing():
         (lambda: SMALL.cache_bytes(5, (4, 0)), "budget"),
         (lambda: SMALL.cache_bytes(5, "4"), "one per layer"),
         (lambda: dataclasses.replace(SMALL, layer_slot_bytes=(8,)), "each of 2 layers"),
+        (lambda: dataclasses.replace(SMALL, layer_slot_bytes=8), "one number for each of 2 layers; got 8"),
+        (lambda: dataclasses.replace(SMALL, layer_slot_bytes=(8, 0.5)), r"layer_slot_bytes\[1\] must be a whole"),
+        (lambda: ServedModel.of(tiny().model.config, 1, storage.int8()), "width must be 2 or 4 bytes; got 1"),
+        (lambda: ServedModel.of(tiny().model.config, storage=storage.think(recent=0)), "what its prompt's vectors"),
+        (lambda: layer_budgets(CacheSpec(policies.h2o(8), storage.kivi()), tiny().model.config, 64), "are exact"),
+        (lambda: SMALL.prefill_flops(5, statistics_layers=True), "from 0 to 2; got True"),
+        (lambda: SMALL.prefill_flops(5, statistics_layers=3), "from 0 to 2; got 3"),
         (lambda: dataclasses.replace(SMALL, layer_slot_bytes=(8, 16)).slot_bytes, "different bytes"),
         (lambda: layouts.simulate_layouts(SMALL, [], memory=1, longest=1, budget=1), "no requests"),
         (lambda: layouts.simulate_layouts(SMALL, [layouts.TracedRow(float("nan"), 1, 1)], memory=1 << 20, longest=9,
