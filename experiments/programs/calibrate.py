@@ -1,5 +1,7 @@
 """Makes, trains and saves a calibration; see `experiments.calibrate`."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from kvjax.storage import Calibration, Storage, low_rank
 from kvjax.storage.low_rank import LowRank
 
 BLOCK = 64  # tokens of a block when training
+ENDS = 10  # steps at the beginning and at the end whose mean losses are shown, where steps draw ranks
 
 
 def start(values: flags.FlagValues) -> int:
@@ -43,10 +46,23 @@ def start(values: flags.FlagValues) -> int:
         made, losses = TRAIN[objective](
             model, storage, made, tokens, steps=values.steps, learning_rate=values.learning_rate
         )
-        trained = f"; {len(losses)} steps took the {objective} loss from {losses[0]:.6f} to {losses[-1]:.6f}"
+        trained = _shown(objective, losses)
     made.save(output)
     print(f"{output}: {made.method}, {made.nbytes} bytes from {made.text}{trained}.")
     return 0
+
+
+def _shown(objective: str, losses: Sequence[float]) -> str:
+    """Returns the losses of a training as text."""
+    if objective != calibrate.DISTILLATION:
+        return f"; {len(losses)} steps took the {objective} loss from {losses[0]:.6f} to {losses[-1]:.6f}"
+    # The losses of two steps are of different ranks, and cannot be compared.
+    count = min(ENDS, len(losses))
+    first, last = np.mean(losses[:count]), np.mean(losses[-count:])
+    return (
+        f"; {len(losses)} steps of {objective}, each of which draws ranks at random: the mean loss of the first {count} "
+        f"steps is {first:.6f}, and of the last {count} {last:.6f}"
+    )
 
 
 def train(
@@ -144,6 +160,7 @@ def distill(
         return np.array([[each.dim(config.head_dim) for each in layer] for layer in found])
 
     made = analysis.shortened(found.calibration, analysis.Ranks(ranks(key), ranks(value), float(found.losses[-1])))
+    made = made.replace(method=f"{calibration.method}; trained for {steps} steps").with_text(made.text)
     return made, found.losses.tolist()
 
 
