@@ -37,7 +37,8 @@ from kvjax.transport import vectors
 
 PROGRAM = "python -m experiments.context_bytes"
 SILENT = ("--output", "--text")
-STORAGE = "storage "  # begins the names of storages' rows
+#: Kinds of rows: the numbers as they are, or compressed without loss of these; a codec of transport; a storage.
+NUMBERS, CODEC, STORAGE = "numbers", "codec", "storage"
 Parts = Mapping[str, int]
 
 
@@ -47,6 +48,7 @@ class Row:
 
     Attributes:
       name: of it.
+      kind: `NUMBERS`, `CODEC` or `STORAGE`.
       bits: of a number, on average.
       bytes: of keys and values of all rows.
       parts: these bytes by part: of a message, see `kvjax.transport.Report`; of a storage, see
@@ -57,6 +59,7 @@ class Row:
     """
 
     name: str
+    kind: str
     bits: float
     bytes: int
     parts: Parts
@@ -100,6 +103,7 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
         ratios = [float(each) for each in values.ratios]
     except ValueError as error:
         raise ConfigError(f"--ratios must be numbers: {error}.") from None
+    storages = _storages(values.storages)
     model = kvjax.load(values.model, dtype="float32")
     new_tokens = max(values.scored, values.generated)
     if values.prompt + new_tokens > model.config.max_positions:
@@ -121,18 +125,21 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
     numbers = transport.report(transport.encode(whole)).numbers
     rows: list[Row] = []
 
-    def add(name: str, context: Context, parts: Parts, ideal: float | None = None, by: Scorer = scorer) -> None:
+    def add(
+        name: str, kind: str, context: Context, parts: Parts, ideal: float | None = None, by: Scorer = scorer
+    ) -> None:
         agreement = np.mean(by.greedy(context) == tokens, axis=1)
         size = sum(parts.values())
         rows.append(Row(
-            name, 8 * size / numbers, size, parts, None if ideal is None else ideal / numbers, by.nats(context),
+            name, kind, 8 * size / numbers, size, parts, None if ideal is None else ideal / numbers, by.nats(context),
             [float(each) for each in agreement],
         ))  # fmt: skip
         print(f"{name}: {rows[-1].bits:.2f} bits", file=sys.stderr, flush=True)
 
-    add("exact, float32", whole, {"numbers": 4 * numbers})
+    add("exact, float32", NUMBERS, whole, {"numbers": 4 * numbers})
     for name, size in _compressed(whole).items():
-        rows.append(Row(name, 8 * size / numbers, size, {"numbers": size}, None, rows[0].nats, rows[0].agreement))
+        parts = {"numbers": size}
+        rows.append(Row(name, NUMBERS, 8 * size / numbers, size, parts, None, rows[0].nats, rows[0].agreement))
     for level in (1, 2, 3):
         for delta in (True, False):
             tables = transport.make_tables(calibration, level=level, delta=delta)
@@ -144,13 +151,12 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
             _add_coded(add, model, whole, transport.KVTC(made, recent=recent),
                        f"KVTC {ratio:g}{'' if recent else ', no recent tokens'}")  # fmt: skip
     refused = {}
-    for name in _storages(values.storages):
+    for name, held in storages.items():
         try:
-            held = parse.build("storage", name)
             ready = kvjax.calibrated(model, held, kvjax.calibrate(model, others, held) if required(held) else None)
             context = contexts.prefill(ready, prompts, policies.full(), room=room, storage=held)
             parts = _held(ready, CacheSpec(policies.full(), held), values.rows, values.prompt)
-            add(STORAGE + name, context, parts, by=dataclasses.replace(scorer, model=ready))
+            add(f"{STORAGE} {name}", STORAGE, context, parts, by=dataclasses.replace(scorer, model=ready))
         except KvjaxError as error:
             refused[name] = str(error)
             print(f"{name}: {error}", file=sys.stderr)
@@ -167,15 +173,30 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
     return 0
 
 
-def _storages(text: str) -> list[str]:
-    """Returns the storages of a flag."""
-    if text != ALL:
-        return [each.strip() for each in text.split(";") if each.strip()]
-    return [each for name in STORAGES if name != "dense" for each in EXAMPLES.get(name, (name,))]
+def _storages(text: str) -> dict[str, storage.Storage]:
+    """Returns the storages of a flag by name.
+
+    Raises:
+      ConfigError: a name that is not one of a storage, or arguments that it does not take.
+    """
+    if text == ALL:
+        names = [each for name in STORAGES if name != "dense" for each in EXAMPLES.get(name, (name,))]
+    else:
+        names = [each.strip() for each in text.split(";") if each.strip()]
+    try:
+        return {name: parse.build("storage", name) for name in names}
+    except KvjaxError as error:
+        raise ConfigError(
+            f"--storages: {str(error).rstrip('.')}. Storages are separated by semicolons, such as int8;kivi(2)."
+        ) from None
 
 
 def _held(model: Model, spec: CacheSpec, rows: int, tokens: int) -> Parts:
-    """Returns the bytes by part of a cache of `tokens` slots, which are all in use."""
+    """Returns the bytes by part of the arrays of a cache for `tokens` tokens, whether they are full or not.
+
+    A storage that encodes blocks has room for its exact tokens too: for 512 tokens, `kivi` has room for 640 keys (512
+    in codes and 128 exact ones) and 512 values (384 and 128), 576 on average.
+    """
     lengths = np.full(rows, tokens - 1, np.int32)
     options = CacheOptions(limits=Limits(tokens - 1, 1, shortest=tokens - 1))
     prepared = prepare(model, spec, lengths, lengths + 1, width=tokens - 1, options=options)
@@ -184,7 +205,7 @@ def _held(model: Model, spec: CacheSpec, rows: int, tokens: int) -> Parts:
 
 
 def _add_coded(
-    add: Callable[[str, Context, Parts, float | None], None],
+    add: Callable[[str, str, Context, Parts, float | None], None],
     model: Model,
     whole: Context,
     codec: transport.CacheGen | transport.KVTC,
@@ -196,7 +217,7 @@ def _add_coded(
     # `Report.ranges` of KVTC are the vectors that are exact.
     first = "exact" if isinstance(codec, transport.KVTC) else "ranges"
     parts = {first: report.ranges, "tables": report.tables, "codes": report.codes}
-    add(name, found, {part: size for part, size in parts.items() if size}, report.ideal_bits)
+    add(name, CODEC, found, {part: size for part, size in parts.items() if size}, report.ideal_bits)
 
 
 def _compressed(context: Context) -> dict[str, int]:
@@ -216,11 +237,11 @@ def _compressed(context: Context) -> dict[str, int]:
 
 def _nearest(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Returns each storage with the codec whose bits are nearest, as a ratio; equal: the first."""
-    coded = [each for each in rows if each.ideal is not None]
+    coded = [each for each in rows if each.kind == CODEC]
     return [
         (each.name, min(coded, key=lambda own: abs(math.log(own.bits / each.bits))).name)
         for each in rows
-        if each.name.startswith(STORAGE)
+        if each.kind == STORAGE
     ]
 
 
@@ -253,7 +274,7 @@ def _report(rows: Sequence[Row]) -> None:
     for held, codec in _nearest(rows):
         one, two = found[held], found[codec]
         pairs.append({
-            "storage": held.removeprefix(STORAGE), "bits": f"{one.bits:.2f}", "above exact, %": worse(one),
+            "storage": held.removeprefix(f"{STORAGE} "), "bits": f"{one.bits:.2f}", "above exact, %": worse(one),
             "agreement": agreement(one), "codec of nearest bits": codec, "its bits": f"{two.bits:.2f}",
             "its loss, %": worse(two), "its agreement": agreement(two),
         })  # fmt: skip
