@@ -8,8 +8,8 @@ one chunk (`whole`); of the others, a chunk has the beginning, and the next one 
 the chunk alone cannot know. Each method answers all requests: `prefill` computes everything; `reused` nothing; `blend`,
 `random` and `first` recompute a share of the tokens, by the deviation of values, at random, and at the beginning of
 each chunk; `asked` is `blend` with a part of the share (--by_question) for tokens that the question attends to;
-`gradual` is `blend` with a share that falls from layer to layer, from 1.5 times the share to half of it; `both`
-compares keys and values; `linked` gives half of the share to the first tokens of each chunk, and half to deviation;
+`gradual` is `blend` with a share that falls from layer to layer, from 1.5 times the share to half of it, for shares of
+at most 2/3; `both` compares keys and values; `linked` gives half of the share to the first tokens of each chunk, and half to deviation;
 `craft` chooses among the caches of chunks in another order, and repairs them; `parallel` reads all chunks at the same
 positions. Without --methods, `gradual`, `both` and `linked` are left out.
 """
@@ -40,7 +40,10 @@ def define(values: flags.FlagValues) -> None:
     about = "the part of the share that asked gives to tokens that the question attends to, from 0 to 1"
     flags.DEFINE_float("by_question", 0.25, about, lower_bound=0, upper_bound=1, flag_values=values)
     flags.DEFINE_list("alphas", ["1"], "factors of the share that craft recomputes", flag_values=values)
-    target = "the answers, of the whole prefill's, and the nearness of values, for which a factor of craft is chosen"
+    target = (
+        "choose the smallest factor of craft at which answers are this share of the whole prefill's, and at which 1 "
+        "less the distance of values is this large"
+    )
     flags.DEFINE_float("target", 0.95, target, lower_bound=0, upper_bound=1, flag_values=values)
     flags.DEFINE_string("alpha_plot", None, "write the plot of craft's factors to this PNG file", flag_values=values)
     flags.DEFINE_integer("distances", 4, "requests whose distances are measured", lower_bound=0, flag_values=values)
@@ -57,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
     if unknown := set(values.methods) - {*METHODS, *VARIANTS}:
         valid = ", ".join(METHODS + VARIANTS)
         raise ConfigError(f"unknown methods {', '.join(sorted(unknown))}; valid are {valid}.")
+    if values.alpha_plot and not values.input and not {"prefill", "craft"} <= {*values.methods}:
+        raise ConfigError("--alpha_plot needs answers of prefill and craft among --methods.")
     # It imports jax, which `--help` does without.
     from experiments.programs import chunk_reuse
 

@@ -60,8 +60,8 @@ def _shown(objective: str, losses: Sequence[float]) -> str:
     count = min(ENDS, len(losses))
     first, last = np.mean(losses[:count]), np.mean(losses[-count:])
     return (
-        f"; {len(losses)} steps of {objective}, each of which draws ranks at random: the mean loss of the first {count} "
-        f"steps is {first:.6f}, and of the last {count} {last:.6f}"
+        f"; {len(losses)} steps of {objective}, each of which draws ranks at random: the mean loss of the first "
+        f"{count} steps is {first:.6f}, and of the last {count} {last:.6f}"
     )
 
 

@@ -33,6 +33,7 @@ SILENT = ("--output", "--plot", "--alpha_plot", "--text")
 NEW_TOKENS = 8  # of an answer, of which the digits are the beginning
 #: The labels of methods in a plot, where these are not their names.
 LABELS = {"prefill": "whole prefill, 95 %", "reused": "nothing recomputed"}
+STEEPEST = 1.5  # of `gradual`, the share of its first layer relative to the mean
 POINT_OFFSET = 0.5  # percent of tokens between the points of two methods that recompute as much
 
 
@@ -147,8 +148,8 @@ def _first(model: Model, request: Request, setting: float) -> Made:
 
 def _gradual(model: Model, request: Request, setting: float) -> Made:
     # One share for each layer from layer 1 on, whose mean is the setting.
-    falls = np.linspace(1.5, 0.5, model.config.num_layers - 1)
-    return _blend(model, request, ratio=[min(1.0, setting * float(each)) for each in falls])
+    falls = np.linspace(STEEPEST, 2 - STEEPEST, model.config.num_layers - 1)
+    return _blend(model, request, ratio=[setting * float(each) for each in falls])
 
 
 def _linked(model: Model, request: Request, setting: float) -> Made:
@@ -193,14 +194,20 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
     for flag in ("output", "plot", "alpha_plot"):
         if path := values[flag].value:
             results.make_file(path, flag)
-    model = kvjax.load(values.model, dtype="float32")
-    if model.tokenizer is None:
-        raise ConfigError(f"{values.model} has no tokenizer.")
     try:
         text = Path(values.text).read_text(encoding="utf-8")
         shares, alphas = ([float(each) for each in own] for own in (values.shares, values.alphas))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--text, --shares or --alphas is not valid: {error}") from None
+    # A layer cannot compute more than all tokens, and with less in the first ones the mean would be below the share.
+    if "gradual" in values.methods and (above := [each for each in shares if STEEPEST * each > 1]):
+        raise ConfigError(
+            f"--shares of gradual must be at most 2/3, since its first layer computes {STEEPEST:g} times the share; "
+            f"got {', '.join(f'{each:g}' for each in above)}."
+        )
+    model = kvjax.load(values.model, dtype="float32")
+    if model.tokenizer is None:
+        raise ConfigError(f"{values.model} has no tokenizer.")
     encode = model.tokenizer.encode
     asked = make_questions(
         encode, text, count=values.requests, chunks=values.chunks, tokens=values.tokens, seed=values.seed
@@ -286,8 +293,8 @@ def _report(tallies: Sequence[Tally], values: flags.FlagValues, weights: str) ->
     chosen = {name: reuse.smallest_alpha(dict(zip(alphas, own, strict=True)), values.target)
               for name, own in curves.items()}  # fmt: skip
     for name, alpha in chosen.items():
-        found = "no factor of craft" if alpha is None else f"the smallest factor of craft is {alpha:g} that"
-        print(f"\n{found} reaches {100 * values.target:g} % of: {name}.")
+        found = "No factor of craft has" if alpha is None else f"The factor {alpha:g} of craft is the smallest with"
+        print(f"\n{found} {name} of at least {100 * values.target:g} %.")
     if values.plot:
         results.write(Path(values.plot), _drawn(tallies, weights))
     if values.alpha_plot:

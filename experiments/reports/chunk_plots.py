@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.reports import plots
 
-ANSWERS, VALUES, SHARE = "answers, of the whole prefill's", "1 - distance of values", "tokens recomputed"
+ANSWERS, VALUES, SHARE = "answers relative to the prefill's", "1 - distance of values", "tokens recomputed"
 
 
 def alpha_plot(

@@ -69,7 +69,7 @@ def test_a_small_run(tmp_path, capsys):
     assert str(tmp_path) not in output.read_text() and plot.read_bytes().startswith(b"\x89PNG")
     assert experiments.chunk_reuse.main(["chunk_reuse", f"--input={output}"]) == 0
     shown = capsys.readouterr().out
-    assert "divided facts" in shown and "% of: answers, of the whole prefill's" in shown
+    assert "divided facts" in shown and "with answers relative to the prefill's of at least 95 %" in shown
     made["methods"] = [each for each in made["methods"] if each["method"] != "craft"]
     for factor, answers in ((1.0, [True]), (0.5, [False]), (0.0, [False])):
         right = {"whole": [True], "divided": answers}
@@ -82,11 +82,24 @@ def test_a_small_run(tmp_path, capsys):
     assert experiments.chunk_reuse.main(["chunk_reuse", f"--input={output}", f"--alpha_plot={drawn}"]) == 0
     assert drawn.read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert "smallest factor of craft is 1 that reaches 95 % of: answers" in shown
-    assert "smallest factor of craft is 0.5 that reaches 95 % of: 1 - distance of values" in shown
+    assert "The factor 1 of craft is the smallest with answers relative to the prefill's of at least 95 %." in shown
+    assert "The factor 0.5 of craft is the smallest with 1 - distance of values of at least 95 %." in shown
     made["methods"] = made["methods"][:1]
     output.write_text(json.dumps(made))
     with pytest.raises(ConfigError, match="answers of prefill and craft"):
         experiments.chunk_reuse.main(["chunk_reuse", f"--input={output}", f"--alpha_plot={drawn}"])
     with pytest.raises(ConfigError, match="not written by"):
         experiments.chunk_reuse.main(["chunk_reuse", f"--input={text}"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), [
+        (["--alpha_plot=made.png", "--methods=craft"], "--alpha_plot needs.* prefill and craft among --methods"),
+        (["--methods=blend,gradual", "--shares=0.3,0.7"], "--shares of gradual must be at most 2/3.* got 0.7"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_before_the_model_is_loaded(tmp_path, flags, message):
+    (tmp_path / "text.txt").write_text(TEXT)
+    argv = ["chunk_reuse", "--model=nowhere", f"--text={tmp_path}/text.txt", *flags]
+    with pytest.raises(ConfigError, match=message):
+        experiments.chunk_reuse.main(argv)
