@@ -9,9 +9,9 @@ the chunk alone cannot know. Each method answers all requests: `prefill` compute
 `random` and `first` recompute a share of the tokens, by the deviation of values, at random, and at the beginning of
 each chunk; `asked` is `blend` with a part of the share (--by_question) for tokens that the question attends to;
 `gradual` is `blend` with a share that falls from layer to layer, from 1.5 times the share to half of it, for shares of
-at most 2/3; `both` compares keys and values; `linked` gives half of the share to the first tokens of each chunk, and half to deviation;
-`craft` chooses among the caches of chunks in another order, and repairs them; `parallel` reads all chunks at the same
-positions. Without --methods, `gradual`, `both` and `linked` are left out.
+at most 2/3; `both` compares keys and values; `linked` gives half of the share to the first tokens of each chunk, and
+half to deviation; `craft` chooses among the caches of chunks in another order, and repairs them; `parallel` reads all
+chunks at the same positions. Without --methods, `gradual`, `both` and `linked` are left out.
 """
 
 from collections.abc import Sequence
