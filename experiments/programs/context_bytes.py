@@ -138,8 +138,8 @@ def start(values: flags.FlagValues, argv: Sequence[str]) -> int:
 
     add("exact, float32", NUMBERS, whole, {"numbers": 4 * numbers})
     for name, size in _compressed(whole).items():
-        parts = {"numbers": size}
-        rows.append(Row(name, NUMBERS, 8 * size / numbers, size, parts, None, rows[0].nats, rows[0].agreement))
+        exact = {"numbers": size}
+        rows.append(Row(name, NUMBERS, 8 * size / numbers, size, exact, None, rows[0].nats, rows[0].agreement))
     for level in (1, 2, 3):
         for delta in (True, False):
             tables = transport.make_tables(calibration, level=level, delta=delta)
