@@ -22,7 +22,7 @@ from kvjax.checkpoint.locate import bundled
 from kvjax.errors import CheckpointError, StorageError
 from kvjax.models.decoder import Decoder
 from kvjax.models.parameters import parameter_count
-from kvjax.storage.calibration import calibration_file
+from kvjax.storage.calibration_files import calibration_file
 from tests.conftest import ROOT, optimised
 
 pytestmark = pytest.mark.thorough  # what a model has learned does not depend on jax's version

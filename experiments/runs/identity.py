@@ -16,7 +16,7 @@ from kvjax.checkpoint import gguf
 from kvjax.checkpoint.locate import local
 from kvjax.errors import ConfigError
 from kvjax.specs import parse, user_files
-from kvjax.storage.calibration import calibration_file
+from kvjax.storage.calibration_files import calibration_file
 
 WHOLE = 64 << 20  # bytes up to which all of a file is read; weights beyond are sampled
 SAMPLES, SAMPLE = 64, 64 << 10  # of a larger file, evenly spread, and the bytes of each

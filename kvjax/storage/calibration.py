@@ -2,10 +2,8 @@
 
 import ast
 import dataclasses
-import hashlib
 import itertools
 import json
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
-from safetensors.flax import save_file
 
 from kvjax.errors import StorageError
 from kvjax.numerics.rope import Rope
+from kvjax.storage import calibration_files
 from kvjax.storage.base import Codec, Storage
 from kvjax.storage.calibration_text import CalibrationText
 from kvjax.storage.side import CALIBRATION, Samples, Sides
@@ -28,10 +25,7 @@ from kvjax.typing import JsonObject, PyTree
 Array = jax.Array
 Expected = dict[str, dict[str, tuple[tuple[int, ...], str]]]  # name -> part -> shape and dtype
 
-FORMAT = "kvjax calibration 2"
 TEXT = "_text"  # the attribute of `Calibration.text`
-PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"
-FILE = "gate.safetensors"  # of a trained gate that kvjax contains, in a folder of its name
 SIDES = ("key", "value")  # names of the parts of a storage's calibration
 
 
@@ -129,13 +123,11 @@ class Calibration(flax.struct.PyTreeNode):
     @property
     def hash(self) -> str:
         """SHA-256 hash of all arrays, their names and their description in a file."""
-        return _hash(_named(self.layers), self._about())
+        return calibration_files.digest(self.layers, self._about())
 
     def _about(self) -> dict[str, str]:
-        """Returns the description of the arrays for a file, without the hash."""
-        about = {"format": FORMAT, "method": self.method, "rope": repr(self.rope)}
-        shapes = {name: list(x.shape) for name, x in _named(self.layers).items()}
-        about["shapes"] = json.dumps(shapes, sort_keys=True)
+        """Returns the description of the arrays for a file."""
+        about = {"method": self.method, "rope": repr(self.rope)}
         about |= {"policies": json.dumps(self.policies)} if self.policies else {}
         about |= {} if self.text is None else {"tokens": str(self.text.tokens), "tokens_hash": self.text.hash}
         return about | {name: x for name in ("model", "kind") if (x := getattr(self, name)) is not None}
@@ -157,12 +149,7 @@ class Calibration(flax.struct.PyTreeNode):
         Raises:
           StorageError: if the file cannot be written.
         """
-        tensors = {name: jnp.asarray(x) for name, x in _named(self.layers).items()}
-        about = self._about()
-        try:
-            save_file(tensors, str(path), metadata=about | {"hash": _hash(tensors, about)})
-        except (OSError, SafetensorError) as error:
-            raise StorageError(f"calibration {path} cannot be written: {error}.") from None
+        calibration_files.write(path, self.layers, self._about())
 
     def check(self, storages: Sequence[Storage], kv_heads: int, dim: int, dtype: DTypeLike, rope: Rope | None) -> None:
         """Checks that the calibration fits a storage and a model.
@@ -270,17 +257,6 @@ def side_shapes(storage: Storage, kv_heads: int, dim: int, dtype: DTypeLike) -> 
     }
 
 
-def calibration_file(path_or_name: str | Path) -> Path:
-    """Returns the file of a calibration, which need not exist.
-
-    Args:
-      path_or_name: a file, or the name of a gate that kvjax contains; an existing file has precedence.
-    """
-    path = Path(path_or_name)
-    own = PRETRAINED / path / FILE
-    return own if len(path.parts) == 1 and not path.exists() and own.is_file() else path
-
-
 def load_calibration(path: str | Path) -> Calibration:
     """Loads a calibration that `Calibration.save` has saved, or a trained gate that kvjax contains.
 
@@ -293,90 +269,17 @@ def load_calibration(path: str | Path) -> Calibration:
     Raises:
       StorageError: there is no such file, it is damaged or was changed, it is of an older format, or no calibration.
     """
-    path = calibration_file(path)
-    if Path(path).is_dir():
-        raise StorageError(f"calibration {path} is a folder; give the file that kvjax.calibrate(...).save(path) made.")
-    if not Path(path).is_file():
-        raise StorageError(f"calibration {path} does not exist; make it with kvjax.calibrate(...).save(path).{_own()}")
+    layers, about = calibration_files.read(path)
     try:
-        with safe_open(str(path), "flax") as file:
-            about = file.metadata() or {}
-            tensors = {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-        if about.get("format") != FORMAT:
-            raise StorageError(
-                f"calibration {path}: its format is {about.get('format')!r}, not {FORMAT!r}; make it again with "
-                "kvjax.calibrate."
-            )
-        if missing := [name for name in ("method", "rope", "hash", "shapes") if name not in about]:
-            raise ValueError(f"its header has no {missing[0]!r}")
         made = Calibration(
-            _layers(tensors), about["method"], _rope(about["rope"]), about.get("model"), about.get("kind"),
+            layers, about["method"], _rope(about["rope"]), about.get("model"), about.get("kind"),
             tuple((str(name), str(kind)) for name, kind in json.loads(about.get("policies", "[]"))),
         )  # fmt: skip
         if "tokens" in about:
             made = made.with_text(CalibrationText(int(about["tokens"]), about["tokens_hash"]))
-        shapes = {name: list(x.shape) for name, x in tensors.items()}
-        if shapes != json.loads(about["shapes"]):
-            raise StorageError(f"calibration {path}: its arrays have shapes {shapes}, its header {about['shapes']}.")
-        said = about.pop("hash")
-        if (own := _hash(tensors, about)) != said:
-            raise StorageError(
-                f"calibration {path} is damaged or was changed: its arrays and its header have the hash {own}, but the "
-                f"stored hash is {said}; make it again with kvjax.calibrate."
-            )
-        if reason := _not_finite(tensors):
-            raise StorageError(f"calibration {path} is not finite: {reason}; make it again with kvjax.calibrate.")
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError, SyntaxError) as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"calibration {path} is not a file of kvjax.calibrate(...).save(path): {error}.") from None
+    except (KeyError, ValueError, TypeError, SyntaxError) as error:
+        raise calibration_files.invalid(calibration_files.calibration_file(path), error) from None
     return made
-
-
-def _own() -> str:
-    """Names the gates that kvjax contains, for a message."""
-    names = sorted(path.parent.name for path in PRETRAINED.glob(f"*/{FILE}"))
-    return f" Gates that kvjax contains: {', '.join(names)}." if names else ""
-
-
-def _named(layers: Sequence[Sides]) -> dict[str, Array]:
-    """The arrays by names such as ``layer_0.key.basis``."""
-    return {
-        f"layer_{index}.{name}.{part}": x
-        for index, layer in enumerate(layers)
-        for name, parts in layer.items()
-        for part, x in parts.items()
-    }
-
-
-def _hash(tensors: dict[str, Array], about: dict[str, str]) -> str:
-    """SHA-256 of arrays with their names, and of what a file says of them."""
-    found = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name, x in sorted(tensors.items()):
-        found.update(f"{name} {x.dtype} {x.shape}".encode())
-        found.update(np.asarray(x).tobytes())
-    return found.hexdigest()
-
-
-def _layers(tensors: dict[str, Array]) -> tuple[Sides, ...]:
-    """The inverse of `_named`."""
-    layers: dict[int, dict[str, dict[str, Array]]] = {}
-    for full, x in tensors.items():
-        if not re.fullmatch(r"layer_\d+\.\w+\.\w+", full):
-            raise ValueError(f"array {full!r} is not named layer_N.key.PART or layer_N.value.PART")
-        layer, name, part = full.split(".")
-        layers.setdefault(int(layer.removeprefix("layer_")), {}).setdefault(name, {})[part] = x
-    if missing := set(range(max(layers, default=-1) + 1)) - set(layers):
-        raise ValueError(f"layer_{min(missing)} is missing")
-    return tuple(layers[index] for index in range(len(layers)))
-
-
-def _not_finite(tensors: dict[str, Array]) -> str | None:
-    """Returns which array has a number that is infinite or NaN, as text; None if none has."""
-    for name, x in tensors.items():
-        if not isinstance(x, jax.core.Tracer) and not bool(jnp.all(jnp.isfinite(x))):
-            return f"{name} has numbers that are infinite or NaN"
-    return None
 
 
 def _rope(text: str) -> Rope | None:

@@ -20,7 +20,7 @@ from kvjax.errors import StorageError
 from kvjax.generation.generate import decode
 from kvjax.generation.prefill import prefill
 from kvjax.numerics.rope import Rope
-from kvjax.storage import Calibration, Integer, Samples
+from kvjax.storage import Calibration, Integer, Samples, calibration_files
 from kvjax.storage.calibration import kind_of
 from kvjax.units import size
 from tests.laws import replay
@@ -246,7 +246,11 @@ def test_files(tmp_path):
             "is damaged or was changed: its arrays and its header have the hash",
         ),
         (lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"][:1]}), "have shapes .*, its header"),
-        (lambda: altered({}, rope="open('x')"), "is not a file of kvjax.calibrate"),
+        (lambda: altered({}, rope="open('x')"), "is damaged or was changed"),
+        (
+            lambda: calibration_files.write(path, made.layers, {"method": "own", "rope": "open('x')"}),
+            r"is not a file of kvjax.calibrate.*open\('x'\).* is not a rotary embedding",
+        ),
         (lambda: altered({}, rope=repr(Rope(dim=DIM, theta=501.0))), "is damaged or was changed"),
         (lambda: altered({}, rope="None"), "is damaged or was changed"),
         (lambda: altered({}, method=f"{about['method']} "), "is damaged or was changed"),
