@@ -129,7 +129,9 @@ def main(argv: Sequence[str]) -> int:
     if values.storage is not None and given[0] not in BY_BYTES:
         raise ConfigError(f"--storage is for {', '.join(BY_BYTES)}; {given[0]} plans numbers of two bytes.")
     if values.policy is not None and values["budget"].present:
-        raise ConfigError("--policy has a budget of its own; leave out --budget.")
+        raise ConfigError(
+            f"--policy={values.policy} contains the budget, so that --budget={values.budget} is not valid with it."
+        )
     if given[0] == "storage" and values.flash_rate is None:
         raise ConfigError(
             "storage needs --flash_rate=NUMBER, the bytes/s at which the drive reads flash, such as 12e9."

@@ -164,7 +164,7 @@ def differences(
         place = int(np.argmax(plain[row] != made[row]))
         # [V]
         scores = scores_of(model, [*prompts[row], *map(int, plain[row, :place])], sampler, row)
-        # Of two that are excluded the difference is no number.
+        # If the sampler excludes both tokens, both scores are -inf, and the gap is NaN.
         with np.errstate(invalid="ignore"):
             gap = abs(float(scores[plain[row, place]] - scores[made[row, place]]))
         found.append(Difference(row, place, gap))

@@ -20,7 +20,6 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import active_parameter_count, parameter_count
 from kvjax.policies.base import Policy
 from kvjax.storage.base import Storage
-from kvjax.storage.layouts import SingleSlots
 
 #: The slots of each layer: one number for all, one for each layer, or None for a full cache, of all layers or of one.
 Budget = int | Sequence[int | None] | None
@@ -215,7 +214,7 @@ def _check_slots_alike(storage: Storage) -> None:
         reason = f"its first {storage.sinks} are exact"
     elif layout.block_size is not None:
         reason = f"its newest are exact, until {layout.block_size} are encoded together"
-    elif not isinstance(layout, SingleSlots):
+    elif not layout.uniform:
         reason = f"its slots lie in {type(layout).__name__.lower()}, which hold tokens in more than one form"
     elif storage.sides_of("prompt"):
         reason = "besides them, a row holds what its prompt's vectors share"

@@ -28,12 +28,14 @@ class Layout:
     Attributes:
       of_blocks: whether the codecs of keys or values may be of blocks.
       of_pairs: whether the codecs are of two layers.
+      uniform: whether all slots have arrays of the same form, but for exact ones.
       needs: the statistics by which tokens are encoded.
       block_size: the number of tokens that are encoded together; None = each vector is encoded by itself.
     """
 
     of_blocks: bool = False
     of_pairs: bool = False
+    uniform: bool = False
     needs: frozenset[Statistic] = frozenset()
 
     @property
@@ -73,6 +75,8 @@ class Layout:
 @dataclasses.dataclass(frozen=True)
 class SingleSlots(Layout):
     """The layout in which each vector is held by itself; ``layout="slots"`` in a storage."""
+
+    uniform = True
 
     def check(self, storage: "Storage") -> None:
         pass

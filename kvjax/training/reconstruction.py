@@ -58,7 +58,7 @@ def reconstruction_loss(storage: Storage, sides: Sides, key: Array, value: Array
       StorageError: no gradient passes through a codec.
     """
     kv_heads = key.shape[1]
-    # Heads whose codecs are alike are run together: those that share a latent always are.
+    # One run for all heads of equal codecs, so that the heads of a latent are never separated.
     groups: dict[Storage, list[int]] = {}
     for head in range(kv_heads):
         groups.setdefault(storage.of_head(head, kv_heads), []).append(head)

@@ -189,7 +189,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_no_context(tmp_path):
     assert not (tmp_path / "new").exists()
     with pytest.raises(CheckpointError, match="there is no context in"):
         contexts.load(tmp_path / "new", model)
-    # What was written of it is no context either, and would not be one with a description.
+    # The unfinished folder is not a context, and is damaged if a description is added.
     (left,) = tmp_path.glob(".unfinished-new-*/new")
     assert {path.name for path in left.iterdir()} == {folders.STATE, folders.ARRAYS}
     with pytest.raises(CheckpointError, match="there is no context in"):

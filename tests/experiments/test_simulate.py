@@ -115,7 +115,7 @@ def test_chunks_are_sent_at_levels_if_there_is_no_time_to_compute(tmp_path):
         (["transfer", *ARGUMENTS, "--bits=abc"], "--bits=abc is not valid; give numbers above 0, such as 2.5"),
         (["transfer", *ARGUMENTS, "--bits="], "--bits needs a number for each level"),
         (["transfer", *ARGUMENTS, "--trace=1e9"], "--trace=1e9 is not valid; give SECONDS:BYTES/S"),
-        (["serving", *ARGUMENTS, "--policy=h2o(64)", "--budget=64"], "leave out --budget"),
+        (["serving", *ARGUMENTS, "--policy=h2o(64)", "--budget=64"], "--budget=64 is not valid with it"),
         (["phases", "--shape=llama2-70b", "--topology=h100:1"], "do not fit"),
         (["layouts", "--shape=llama2-70b", "--topology=h100:1"], "do not fit"),
     ],

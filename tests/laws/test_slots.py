@@ -231,7 +231,7 @@ def describe(case: Case) -> str:
     if case.within is None:
         return described
     name, arguments = case.within
-    # Of phases, the policy after the prompt, and what it is within.
+    # The arguments of `phases` name the policy after the prompt, and the combinator that it is in.
     inner = [arguments["name"], arguments.get("within", ("",))[0]] if "name" in arguments else []
     return "-".join(filter(None, [name, *inner, described]))
 

@@ -192,7 +192,7 @@ def test_layers_add_up():
     )  # fmt: skip
     steps = [(both.weight_bytes + both.cache_bytes(tokens, budgets)) / FAST.bandwidth for tokens in (65, 66)]
     assert made.seconds == pytest.approx(made.ttft[50] + sum(steps))
-    # Of two turns with memory for all, what goes to the host and back is what each layer holds.
+    # A conversation of two turns is moved to the host between them, and back: the bytes that its layers hold.
     trace = [Turn(0, 0, 0.0, 100, 10), Turn(0, 1, 0.0, 50, 5)]
     assert preemption.simulate_preemption(both, FAST, trace, budget=budgets).moved == 2 * both.cache_bytes(109, budgets)
     phases = cache_phases.CachePhases(

@@ -166,7 +166,7 @@ def test_alpha_is_the_smallest_that_reaches_a_target(model):
     assert made.alpha in alphas and list(made.alphas) == sorted(alphas)[: len(made.alphas)]
     means = made.quality.mean(axis=1)
     assert (means[:-1] < 0.9999).all() and means[-1] >= 0.9999
-    # What is measured is what `craft` makes.
+    # Qualities and shares are those of contexts that `craft` returns.
     for alpha, quality, share in zip(made.alphas, made.quality, made.share, strict=True):
         for own, (chunks, question) in enumerate(requests):
             context = reuse.craft(store.copy(), chunks, question, alpha=alpha).blended
@@ -175,12 +175,14 @@ def test_alpha_is_the_smallest_that_reaches_a_target(model):
             assert share[own] == pytest.approx(chunked.mean())
     assert (made.share[0] == 0).all() and (np.diff(made.share, axis=0) >= 0).all()
     assert {chunk: own.scores for chunk, own in store._chunks.items()} == uses  # trials are no uses
-    # Of a quality of the caller's own, with the request's number.
+    # A quality function is called with the number of each request.
     right = {0.0: (1, 0), 0.5: (1, 1), 1.0: (0, 0), 3.0: (1, 1)}
-    asked = iter([each for pair in right.values() for each in pair])
+    answers, numbers = iter([each for pair in right.values() for each in pair]), []
     chosen = reuse.calibrate_alpha(
-        store, requests, target=1.0, quality=lambda number, made: float(next(asked)), alphas=list(right)
-    )
+        store, requests, target=1.0, quality=lambda number, _: numbers.append(number) or next(answers),
+        alphas=list(right),
+    )  # fmt: skip
+    assert numbers == [0, 1, 0, 1]
     assert chosen.alpha == 0.5 and chosen.quality.tolist() == [[1, 0], [1, 1]]
     assert reuse.smallest_alpha(right, 1.0) == 0.5 and reuse.smallest_alpha(right, 0.5) == 0.0
     assert reuse.smallest_alpha({1.0: [0, 1]}, 0.6) is None
