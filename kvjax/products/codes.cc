@@ -36,14 +36,14 @@ constexpr int64_t kTile = 64;
 // Slots of a part, which one thread takes at a time; sums of parts are added up in their order.
 constexpr int64_t kPart = 2048;
 // Columns of weights that a thread takes at a time: four cache lines of codes for each byte row, which often is a page of
-// its own.
+// its own. One row of x reads them together.
 constexpr int64_t kStrip = 256;
 // Rows of codes that are fetched ahead. The next strip would be too far: where rows lie a multiple of 4,096 bytes apart,
 // as those of an output head do, their lines share a set of the cache and drive each other out.
 constexpr int64_t kAhead = 32;
-// Registers of columns that R rows of x add up: those of a cache line of codes where there are as many.
+// Registers of columns that R rows of x add up: half of all registers are sums.
 template <int R>
-constexpr int kColumns = kLanes == 16 ? 4 : 8 / R;
+constexpr int kColumns = (kLanes == 16 ? 16 : 8) / R;
 constexpr int64_t kMaxRows = 64;
 constexpr int kTable = 16;  // levels of codes of up to 4 bits
 
@@ -412,10 +412,16 @@ inline void AddGroup(const L& levels, const Weights& of, const float* x, const f
   constexpr int P = L::kPlaces;
   const int64_t rest = of.outputs - n;
   const auto read = [&](const uint8_t* p) { return Whole ? LoadBytes(p) : LoadBytes(p, rest); };
+  // Scales and zeros of the next group, which no row of codes asks for.
+  for (int k = 0; k < N; k++) {
+    const int64_t next = of.outputs + n + k * kLanes;
+    Ahead(scale + next);
+    if (std::is_same_v<Z, float> || k == 0) Ahead(zero + next);
+  }
   Vector sum[R][N] = {};
   for (int64_t j = 0; j < of.byte_rows; j++) {
     const uint8_t* row = codes + j * of.outputs + n;
-    Ahead(row + kAhead * of.outputs);
+    for (int k = 0; k < N; k += 64 / kLanes) Ahead(row + kAhead * of.outputs + k * kLanes);
     for (int k = 0; k < N; k++) {
       Vector v[P];
       levels.Read(read(row + k * kLanes), v);
@@ -449,8 +455,13 @@ void OfWeights(ffi::ThreadPool& pool, const L& levels, const Weights& of, const 
                const float* scale, const Z* zero, float* y, int64_t rows) {
   const int64_t group = of.inputs / of.groups;
   std::vector<float> totals(rows * of.groups);
-  for (int64_t i = 0; i < rows * of.groups; i++) {
-    for (int64_t k = 0; k < group; k++) totals[i] += x[i * group + k];
+  // Of several groups at a time, because each addition of a sum waits for the one before.
+  constexpr int64_t kTotals = 8;
+  const int64_t all = rows * of.groups;
+  for (int64_t from = 0; from < all; from += kTotals) {
+    const int64_t to = std::min(all, from + kTotals);
+    for (int64_t k = 0; k < group; k++)
+      for (int64_t i = from; i < to; i++) totals[i] += x[i * group + k];
   }
   ForEach(pool, (of.outputs + kStrip - 1) / kStrip, [&](int64_t strip) {
     const int64_t start = strip * kStrip, columns = std::min(kStrip, of.outputs - start);
@@ -466,9 +477,12 @@ void OfWeights(ffi::ThreadPool& pool, const L& levels, const Weights& of, const 
               sums + r * kStrip + n, start + n);
         };
         constexpr std::integral_constant<int, 1> one;
-        constexpr std::integral_constant<int, kColumns<R>> several;
+        constexpr std::integral_constant<int, 4> some;
+        constexpr std::integral_constant<int, kColumns<R>> many;
         int64_t n = 0;
-        for (; n + several.value * kLanes <= columns; n += several.value * kLanes) add(several, std::true_type{}, n);
+        for (; n + many.value * kLanes <= columns; n += many.value * kLanes) add(many, std::true_type{}, n);
+        if constexpr (many > some)
+          for (; n + some.value * kLanes <= columns; n += some.value * kLanes) add(some, std::true_type{}, n);
         for (; n + kLanes <= columns; n += kLanes) add(one, std::true_type{}, n);
         if (n < columns) add(one, std::false_type{}, n);
       });
