@@ -209,8 +209,13 @@ class Statistic:
             weight = weight[:, 0][:, None, None]
             term = terms[:, :, 0]
             return term * weight if weight.ndim == 3 else term[..., None] * weight
-        # In full float32: by default, GPUs and TPUs would multiply fewer bits.
-        return jnp.einsum("bkts,bt...->bks...", terms, weight, precision=jax.lax.Precision.HIGHEST)
+        words = weight if weight.ndim == 3 else weight[..., None]
+        shape = (*terms.shape[:2], words.shape[2], terms.shape[2])
+        # [B, K, words, n]: a copy for each head, without which XLA's CPU compiler would transpose the terms.
+        factors = jnp.broadcast_to(jnp.swapaxes(words, 1, 2)[:, None], shape)
+        # [B, K, S, words], in full float32: by default, GPUs and TPUs would multiply fewer bits.
+        columns = jnp.swapaxes(jnp.matmul(factors, terms, precision=jax.lax.Precision.HIGHEST), 2, 3)
+        return columns if weight.ndim == 3 else columns[..., 0]
 
     def join(self, one: Array, other: Array) -> Array:
         """Combines the columns [...] of some queries of a block with those of later ones, in the same shape."""
