@@ -44,7 +44,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.parallel.sharding import Params
 from kvjax.planning import plan_speculation
 from kvjax.specs.parse import build
-from kvjax.speculation.drafts import Drafter, Level, Seen, resolve_levels
+from kvjax.speculation.drafts import Drafter, Level, Own, Seen, resolve_levels
 from kvjax.speculation.report import Drafts
 from kvjax.speculation.rules import mean_tokens_per_round
 from kvjax.speculation.slot_copies import plain_group
@@ -85,7 +85,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     device, rows, options = local_device(jax.devices()[:1]), list[JsonObject](), CacheOptions()
     if values.memory == HOST:
         options = CacheOptions(storage=dense(memory=HOST))
-        if device.link is None:
+        if device.link is None and not on_cpu():
             device = dataclasses.replace(device, link=transfers.link_bandwidth(values.rounds))
     for context in contexts:
         prompt, slots = prompts(values, model, context), min(values.slots, context)
@@ -166,7 +166,8 @@ def one_setting(setting: Setting, text: str, draft: Drafter, gamma: int, *, forc
     """Times plain decoding, rounds, and the two kinds of steps of a round, in turns.
 
     A draft's step is a step that reads the newest `slots` tokens of the prompt, and nothing besides; a step that
-    verifies reads the whole cache with a block of γ + 1 tokens. A round chooses and copies slots besides these.
+    verifies reads the whole cache with a block of γ + 1 tokens. A round takes γ draft steps, and those of `late_steps`;
+    it chooses and copies slots besides these.
 
     Args:
       setting: the prompt.
@@ -207,6 +208,7 @@ def one_setting(setting: Setting, text: str, draft: Drafter, gamma: int, *, forc
     drafts = Drafts.from_counts(counts, by_round, batch)
     rounds = int(drafts.rounds.max())
     chance = chance_of(drafts, tokens)
+    draft_steps = gamma + late_steps(draft, drafts, gamma)
     step, draft_step, verify = (
         float(np.median(times[name])) / count for name, count in ((PLAIN, tokens - 1), (DRAFT, STEPS), (VERIFY, STEPS))
     )
@@ -215,13 +217,16 @@ def one_setting(setting: Setting, text: str, draft: Drafter, gamma: int, *, forc
     assert device.bandwidth is not None
     plan = plan_speculation(
         model.config, budget=setting.slots, device=device, alpha=chance, length=context + tokens // 2, gamma=gamma,
-        batch=batch, dtype_bytes=model.dtype.itemsize, on_host=setting.options.storage is not None,
+        batch=batch, dtype_bytes=model.dtype.itemsize,
+        # The memory of a CPU is that of its host: nothing moves over a link.
+        on_host=setting.options.storage is not None and not on_cpu(),
     )  # fmt: skip
     # The tokens that a round feeds in the mean, of the row with the most rounds; the last token of all is not fed.
     advanced = (tokens - 1) / rounds
     accepted, tried = drafts.levels[0].by_place
     return {
-        "context": context, "memory": "host" if plan.costs.on_host else "device", "batch": batch, "draft": text,
+        "context": context, "memory": "device" if setting.options.storage is None else HOST, "batch": batch,
+        "draft": text,
         "γ": gamma, "slots": setting.slots, "sampler": repr(setting.sampler), "new tokens": tokens,
         "rows that differ": int((new != made[PLAIN]).any(axis=1).sum()),
         "accepted by place": " ".join(f"{one}/{of}" for one, of in zip(accepted, tried, strict=True)),
@@ -229,10 +234,11 @@ def one_setting(setting: Setting, text: str, draft: Drafter, gamma: int, *, forc
         "tokens/round": drafts.tokens_per_round, "tokens/round by α": mean_tokens_per_round(chance, gamma),
         "clock": "CPU" if on_cpu() else "wall",
         "ms/token, plain": 1e3 * step, "ms/token": 1e3 * round_ / advanced,
-        "ms/token by steps": 1e3 * (gamma * draft_step + verify) / advanced, "ms/round": 1e3 * round_,
+        "ms/token by steps": 1e3 * (draft_steps * draft_step + verify) / advanced, "ms/round": 1e3 * round_,
+        "draft steps/round": draft_steps,
         "ms/draft step": 1e3 * draft_step, "ms/verification": 1e3 * verify,
         "speed-up": ratio(times[PLAIN], times[ROUNDS]), "speed-up, wall": ratio(walls[PLAIN][1:], walls[ROUNDS][1:]),
-        "speed-up by steps": advanced * step / (gamma * draft_step + verify), "speed-up, planned": plan.speed_up,
+        "speed-up by steps": advanced * step / (draft_steps * draft_step + verify), "speed-up, planned": plan.speed_up,
         "device GB/s": device.bandwidth / GIGA, "device GFLOP/s": (device.flops or 0.0) / GIGA,
         "link GB/s": device.link / GIGA if plan.costs.on_host and device.link else None,
         "break-even, planned": plan.break_even,
@@ -253,6 +259,19 @@ def chance_of(drafts: Drafts, tokens: int) -> float:
             tried += min(int(count) + 1, drafts.levels[0].drafted.shape[1], due)
             due -= int(count) + 1
     return accepted / tried if tried else float("nan")
+
+
+def late_steps(draft: Drafter, drafts: Drafts, gamma: int) -> float:
+    """Returns the mean number of steps of a round that draft nothing.
+
+    A cache of the draft's own lacks the last of γ drafts. If all are accepted, the next round feeds it first.
+    """
+    if not isinstance(draft, Own):
+        return 0.0
+    by_round = drafts.by_round
+    every = int(drafts.rounds.max())
+    # Rows go on together.
+    return float((by_round[:, : every - 1] == gamma).any(axis=0).sum()) / every
 
 
 def teacher_forced(setting: Setting, draft: Drafter, new: np.ndarray) -> float | None:
