@@ -43,7 +43,7 @@ def test_places(in_order):
     random = np.random.default_rng(0)
     compared = 0
     for _ in range(40):
-        devices, tokens = random.integers(1, 5), random.integers(1, 4)
+        devices, tokens = random.choice([1, 4]), random.choice([1, 3])
         position = np.where(random.random((devices, 6)) < random.random(), -1, 5).astype(np.int32)
         stays = random.random(tokens) < 0.8
         if stays.sum() <= (position < 0).sum():

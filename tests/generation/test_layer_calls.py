@@ -69,6 +69,7 @@ def test_results_are_those_of_one_program(name):
     assert "share a program" not in expected.layout.explain()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["windows", "experts", "bfloat16"])
 def test_other_models(kind):
     base = tiny_model().config
@@ -165,6 +166,7 @@ def test_a_shared_prefix_is_read_by_one_program():
     assert not prefill(behind, TOKENS, policies.full(), max_new_tokens=4).layout.calls_layers
 
 
+@pytest.mark.sampled(0)
 def test_gradients_go_through_one_program():
     model = tiny_model()
     score = score_function(model, SPECS["h2o"], rows=2, prompt_length=12, length=20)
