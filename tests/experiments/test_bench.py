@@ -599,7 +599,7 @@ def test_the_chance_of_drafts_by_hand():
 
 
 def test_steps_that_draft_nothing_by_hand():
-    """Of four rounds of three drafts, two before the last one accept all in a row."""
+    """Two rounds before the last one accept all three drafts in a row."""
     by_round = np.array([[2, 3, 0, 3], [3, 1, 2, -1]], np.int32)
     counts = LevelCounts(np.array([4, 3]), np.array([[4, 4, 4]] * 2), np.array([[3, 3, 2], [3, 2, 1]]))
     drafts = Drafts((counts,), by_round)
