@@ -14,7 +14,7 @@ from kvjax.errors import ConfigError, KvjaxError
 from kvjax.parallel import distributed
 from kvjax.typing import JsonObject
 
-CONFIG, METRICS = "config.json", "metrics.jsonl"
+CONFIG, METRICS, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
 
 
 class Diverged(KvjaxError):
@@ -64,14 +64,14 @@ def events(folder: Path, kind: str) -> list[JsonObject]:
 
 @contextlib.contextmanager
 def removed_if_unused(folder: Path) -> Iterator[None]:
-    """Removes the folder of a run that ends in an error before its first step, if the run made the folder."""
-    made = not folder.exists()
+    """Removes the folder of a run that ends in an error before its first step, or what the run made of it."""
+    made = [each for each in (folder, folder / CHECKPOINTS) if not each.exists()]
     try:
         yield
     except KvjaxError:
         # There is no checkpoint to continue from.
         if made and distributed.is_first() and not (folder / METRICS).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(made[0], ignore_errors=True)
         raise
 
 
