@@ -123,3 +123,9 @@ def counted(total: int, *, done: int, unit: str, name: str, show: bool | None) -
 
         with lines(lambda seconds: f"{name}: {unit} {count[0]} of {total}, {seconds:.0f} s so far"):
             yield update
+
+
+def print_status(text: str) -> None:
+    """Prints a line on stderr; of several processes, the first one does."""
+    if distributed.is_first():
+        print(text, file=sys.stderr, flush=True)

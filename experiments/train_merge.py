@@ -12,6 +12,7 @@ and after training). The same command, run again, continues exactly from the las
 --writers=tensorboard,wandb also sends the metrics to TensorBoard and Weights & Biases.
 """
 
+import shlex
 from collections.abc import Sequence
 
 from experiments import cli, writers
@@ -22,9 +23,12 @@ def main(argv: Sequence[str]) -> int:
     config, values = cli.parse(argv, about=str(__doc__), define=writers.define, cls=TrainMergeConfig)
     names = writers.selected(values)
     # This module imports jax, which `--help` does not need.
-    from experiments.programs.train_merge import start
+    from experiments.programs.train_merge import train_merge
 
-    return start(config, names, argv)
+    command = shlex.join(["python", "-m", "experiments.train_merge", *argv[1:]])
+    folder = train_merge(config, command=command, writers=names)
+    print(f"Wrote {folder}/ (merge.safetensors, results.json, report.md, metrics.jsonl)")
+    return 0
 
 
 if __name__ == "__main__":

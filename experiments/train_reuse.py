@@ -13,19 +13,27 @@ FLOPs of a prompt, or by the distance from the point. The same command, run agai
 checkpoint. --writers=tensorboard,wandb also sends the metrics to TensorBoard and Weights & Biases.
 """
 
+import shlex
 from collections.abc import Sequence
 
 from experiments import cli, writers
 from experiments.tuning.reuse_config import TrainReuseConfig
+
+#: Flags that do not change a result, or name files of this machine.
+SILENT = ("--config.texts", "--config.output", "--writers")
 
 
 def main(argv: Sequence[str]) -> int:
     config, values = cli.parse(argv, about=str(__doc__), define=writers.define, cls=TrainReuseConfig)
     names = writers.selected(values)
     # This module imports jax, which `--help` does not need.
-    from experiments.programs.train_reuse import start
+    from experiments.programs.train_reuse import train_reuse
 
-    return start(config, names, argv)
+    own = [each for each in argv[1:] if not each.startswith(SILENT)]
+    command = shlex.join(["python", "-m", "experiments.train_reuse", *own])
+    folder = train_reuse(config, command=command, writers=names)
+    print(f"Wrote {folder}/ (results.json, plot.png, report.md, metrics.jsonl, and what was trained)")
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ data-parallel over all devices of all processes (docs/clusters.md). --writers=te
 to TensorBoard and Weights & Biases.
 """
 
+import shlex
 from collections.abc import Sequence
 
 from experiments import cli, writers
@@ -23,9 +24,12 @@ def main(argv: Sequence[str]) -> int:
     config, values = cli.parse(argv, about=str(__doc__), define=writers.define, cls=TuneConfig)
     names = writers.selected(values)
     # This module imports jax, which `--help` does not need.
-    from experiments.programs.tune import start
+    from experiments.programs.tune import tune
 
-    return start(config, names, argv)
+    command = shlex.join(["python", "-m", "experiments.tune", *argv[1:]])
+    folder = tune(config, command=command, writers=names)
+    print(f"Wrote {folder}/ (model, results.json, report.md, report.html, metrics.jsonl)")
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import math
-import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tqdm.auto import tqdm
 
 from experiments import fields, results
-from experiments.lines import divided
 from experiments.runs import machine
 from experiments.tasks.prompts import NoRoom, make_many
 from experiments.tasks.recall import DIFFICULTY
@@ -31,18 +28,17 @@ from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_co
 from experiments.training.induction import grown, initial_parameters
 from experiments.training.mixture import Kind, Mixture
 from experiments.training.optimizer import optimizer
-from experiments.writers import Metrics
+from experiments.training.run_folder import CONFIG, METRICS, Diverged, Log, check_same_past, removed_if_unused
 from kvjax import devices as hardware
 from kvjax.checkpoint.huggingface import load, save
 from kvjax.checkpoint.tokenizer import load_tokenizer
-from kvjax.errors import ConfigError, KvjaxError
+from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, sharding
 from kvjax.typing import PyTree
 
 Array = jax.Array
-METRICS = "metrics.jsonl"
 EVALUATION_WINDOWS, EVALUATION_PROMPTS = 16, 32
 ANSWER_TOKENS = 40  # of a window, left to the answer
 
@@ -93,19 +89,6 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
         return _train(config, command, progress, writers)
 
 
-@contextlib.contextmanager
-def removed_if_unused(folder: Path) -> Iterator[None]:
-    """Removes the folder of a run that ends in an error before its first step, if the run made the folder."""
-    made = not folder.exists()
-    try:
-        yield
-    except KvjaxError:
-        # There is no checkpoint to continue from.
-        if made and distributed.is_first() and not (folder / METRICS).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
 def _train(config: TrainConfig, command: str, progress: bool | None, writers: Sequence[str]) -> Path:
     """See `train`."""
     changed = config.schedule_steps not in (None, config.steps)
@@ -120,7 +103,8 @@ def _train(config: TrainConfig, command: str, progress: bool | None, writers: Se
     with jax.set_mesh(mesh), checkpoints.manager(folder, config.checkpoint_every) as manager:
         start = manager.latest_step() or 0
         if start:
-            _check_same_past(config, folder, start, scaled=changed)
+            advice = " With --config.schedule_steps=none the schedule is not scaled to steps." if changed else ""
+            check_same_past(config, start, lambda each: dict(sorted(past(each, start).items())), advice=advice)
         with distributed.first_before_others():
             before = _start_model(config, folder) if config.start else None
             # The first process writes the tokenizer.
@@ -138,7 +122,7 @@ def _train(config: TrainConfig, command: str, progress: bool | None, writers: Se
         if start:
             state = manager.restore(start, args=ocp.args.StandardRestore(state))
         if distributed.is_first():
-            results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
+            results.write(folder / CONFIG, results.to_json(fields.to_dict(config)))
         log = Log(folder / METRICS, start, config, writers)
         environment = machine.environment()
         about = _offload(config, decoder, devices) if config.activations == "offload" else {}
@@ -236,54 +220,3 @@ def evaluated(
             )  # fmt: skip
             scores[task] = evaluate.exact_match(params, decoder, asked)
     return scores
-
-
-class Diverged(KvjaxError):
-    """Training went to infinity; the last checkpoint before that is kept."""
-
-
-class Log:
-    """JSON lines, one an event; those of steps that are about to be repeated are dropped. The first process writes."""
-
-    def __init__(self, path: Path, start: int, config: fields.Config, writers: Sequence[str] = ()):
-        self.path = path if distributed.is_first() else None
-        named = writers if distributed.is_first() else ()
-        self._metrics = Metrics(named, path.parent, config.name, fields.to_dict(config), start)
-        if self.path is None:
-            return
-        content = path.read_bytes() if path.is_file() else b""
-        # The last line may not be whole.
-        lines = divided(content[: content.rfind(b"\n") + 1])
-        results.write(path, b"".join(line + b"\n" for line in lines if json.loads(line)["step"] <= start))
-
-    def write(self, **event: Any) -> None:
-        if self.path is None:
-            return
-        with self.path.open("a") as file:
-            file.write(json.dumps(event) + "\n")
-        if event["kind"] != "start":  # the environment
-            self._metrics.write(event)
-
-    def close(self) -> None:
-        self._metrics.close()
-
-
-def _check_same_past(config: TrainConfig, folder: Path, step: int, *, scaled: bool) -> None:
-    """A run goes on only under settings that would have led to where it is.
-
-    Args:
-      scaled: whether the schedule is that of a run of another length.
-    """
-    saved = results.read_json(folder / "config.json")
-    try:
-        before, now = past(fields.from_dict(TrainConfig, saved), step), past(config, step)
-    except (KeyError, TypeError):
-        raise ConfigError(
-            f"{folder} has checkpoints but no config.json of this version of kvjax; give another --config.output."
-        ) from None
-    if differing := sorted(name for name in now if now[name] != before[name]):
-        raise ConfigError(
-            f"{folder} contains a run at step {step} with different {', '.join(differing)}; give its settings to "
-            "continue it, or another --config.output."
-            + (" With --config.schedule_steps=none the schedule is not scaled to steps." if scaled else "")
-        )

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,25 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 
 import kvjax
-from experiments import fields, results
-from experiments.config import ExperimentConfig, ModelConfig
-from experiments.programs.train import METRICS, Log, removed_if_unused
-from experiments.programs.tune import INPUTS, State, check_same_past, optimizer_of, run_steps
-from experiments.runs import identity, machine
-from experiments.runs.session import Session, describe
+from experiments.progress import print_status
 from experiments.tasks import score
-from experiments.training import checkpoints
 from experiments.training.config import files
-from experiments.tuning import comparison, gate_config, least_squares, windows
+from experiments.tuning import comparison, gate_config, least_squares, parameters, training_run
 from experiments.tuning.gate_config import TrainGateConfig, check
+from experiments.tuning.optimizer import State, gradient_step, optimizer_of
 from kvjax import policies, training
 from kvjax.models.model import Model
-from kvjax.parallel import distributed
 from kvjax.policies import Gate, Policy
-from kvjax.typing import JsonObject
 
 Array = jax.Array
 BASELINES, GATE = "baselines.json", "gate.safetensors"
@@ -57,33 +48,39 @@ def train_gate(
     """
     check(config)
     files(config)
-    with removed_if_unused(Path(config.output)):
-        return _train_gate(config, command, progress, writers)
-
-
-def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, writers: Sequence[str]) -> Path:
-    """See `train_gate`."""
-    folder, shape = Path(config.output), config.windows
     gate = gate_of(config)
     policy = policy_of(config, gate)
-    results.make_folder(folder)
-    own = ExperimentConfig(model=ModelConfig(path=config.model.path, dtype=config.model.dtype))
-    model = Session().model(own)
-    texts = windows.load(config, model)
-    held_out = texts.evaluation(config.evaluation.windows, shape.prompt_length + config.evaluation.new_tokens)
-    size = shape.prompt_length + shape.new_tokens
-    setup = training.Setup(model.config, gate, _retentions(config, policy, model.config.num_layers))
-    objective = _objective(config, model, size)
-    objective.check(gate)
-    inputs: JsonObject = {"texts": windows.checksums(config), "model": identity.of_weights(config.model.path)}
-    first = first_gate(config, model, gate)
-    if first is not None:
-        inputs["start"] = first.hash
-    asked = score.make_prompts(config.recall, model, config.seed)
-    with checkpoints.manager(folder, config.checkpoint_every) as manager:
-        start = manager.latest_step() or 0
-        if start:
-            check_same_past(config, folder, start, inputs)
+    first = kvjax.load_calibration(config.start) if config.start else None
+    sources = {} if first is None else {"start": first.hash}
+    with training_run.opened(config, sources=sources, command=command, progress=progress, writers=writers) as run:
+        model, size = run.model, run.size
+        setup = training.Setup(model.config, gate, _retentions(config, policy, model.config.num_layers))
+        objective = _objective(config, model, size)
+        objective.check(gate)
+        if first is not None:
+            kvjax.calibrated(model, policy, first)  # refuses parameters of another model or gate
+        asked = score.make_prompts(config.recall, model, config.seed)
+
+        def measured(policy: Policy, gates: Any = None) -> list[float]:
+            calibration = gates and training.calibration_of(model, gate, gates)
+            return _nats(model, policy, run.held_out, config, calibration)
+
+        def measured_baselines() -> dict[str, list[float]]:
+            print_status("measuring full, h2o and random ...")
+            others = (policies.full(), policies.h2o(config.keep.budget), policies.random(config.keep.budget))
+            return {each.name: measured(each) for each in others}
+
+        def evaluate(done: int, state: State) -> None:
+            scores = comparison.means({**baselines, "learned": measured(policy, state["trained"])})
+            calibration = training.calibration_of(model, gate, state["trained"])
+            found = score.exact_matches(
+                model, asked, policy, prefill_block=config.windows.prefill_block, calibration=calibration
+            )
+            log.write(kind="evaluation", step=done, **scores, **({"recall": found} if found else {}))
+            shown = [f"{name} {x:.4f}" for name, x in scores.items()]
+            shown += [f"{task} {share:.0%}" for task, share in found.items()]
+            print_status(f"step {done}, nats per token{' and recall' if found else ''}: {', '.join(shown)}")
+
         trained = setup.initial(jax.random.key(config.seed), objective.bias)
         if first is not None:
             trained = [dict(layer[gate.name]) for layer in first.layers]
@@ -94,72 +91,20 @@ def _train_gate(config: TrainGateConfig, command: str, progress: bool | None, wr
         else:
             optimizer = optimizer_of(config)
             memory, step = optimizer.init(trained), make_step(config, setup, objective, optimizer)
-        state: State = {"trained": trained, "optimizer": memory, "step": jnp.int32(0)}
-        if start:
-            state = manager.restore(start, args=ocp.args.StandardRestore(state))
-
-        def measured(policy: Policy, gates: Any = None) -> list[float]:
-            return _nats(model, policy, held_out, config, gates and training.calibration_of(model, gate, gates))
-
-        def recalled(gates: Any) -> dict[str, float]:
-            calibration = training.calibration_of(model, gate, gates)
-            return score.exact_matches(
-                model, asked, policy, prefill_block=config.windows.prefill_block, calibration=calibration
-            )
-
-        baselines = results.read_json(folder / BASELINES) if start else None
-        if baselines is None:
-            _say("measuring full, h2o and random ...")
-            budget = config.keep.budget
-            others = (policies.full(), policies.h2o(budget), policies.random(budget))
-            baselines = {each.name: measured(each) for each in others}
-        if distributed.is_first():
-            results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
-            results.write(folder / INPUTS, results.to_json(inputs))
-            results.write(folder / BASELINES, results.to_json(baselines))
-        log = Log(folder / METRICS, start, config, writers)
-        environment = machine.environment()
-        log.write(kind="start", step=start, command=command, **environment, **inputs)
-
-        def evaluate(done: int, state: State) -> None:
-            scores = {name: float(np.mean(nats)) for name, nats in baselines.items()}
-            scores["learned"] = float(np.mean(measured(policy, state["trained"])))
-            found = recalled(state["trained"])
-            log.write(kind="evaluation", step=done, **scores, **({"recall": found} if found else {}))
-            shown = [f"{name} {x:.4f}" for name, x in scores.items()]
-            shown += [f"{task} {share:.0%}" for task, share in found.items()]
-            _say(f"step {done}, nats per token{' and recall' if found else ''}: {', '.join(shown)}")
-
-        if not start:
+        state = run.restored({"trained": trained, "optimizer": memory, "step": jnp.int32(0)})
+        baselines = run.baselines(BASELINES, measured_baselines)
+        log, environment = run.begin()
+        if not run.start:
             evaluate(0, state)
-        count = sum(leaf.size for leaf in jax.tree.leaves(trained))
-        _say(f"training {count:,} numbers by {config.objective}, {config.rows} windows of {size} tokens; compiling ...")
-        state = run_steps(config, step, state, model, texts, start, (manager, log, progress), evaluate=evaluate)
-    training.calibration_of(model, gate, state["trained"]).save(folder / GATE)
-    final = {**baselines, "learned": measured(policy, state["trained"])}
-    log.close()
-    about = [
-        describe(model, own.model),
-        f"{gate!r} trained by {config.objective} ({config.solver}): {count:,} numbers, {config.steps} steps of "
-        f"{config.rows} windows of {size} tokens; {len(held_out)} held-out windows of {shape.prompt_length} prompt "
-        f"tokens and {config.evaluation.new_tokens} scored ones, under a budget of {config.keep.budget}.",
-        f"On {environment['device']} ({environment['cpu']}); jax {environment['jax']}.",
-    ]
-    print(f"\n{comparison.write(folder, config.name, final, about, command)}\n", flush=True)
-    return folder
-
-
-def first_gate(config: TrainGateConfig, model: Model, gate: Gate) -> kvjax.Calibration | None:
-    """Returns the initial parameters that the config names.
-
-    Raises:
-      KvjaxError: a file that cannot be read, or parameters of another model or gate.
-    """
-    if not config.start:
-        return None
-    found = kvjax.load_calibration(config.start)
-    kvjax.calibrated(model, policy_of(config, gate), found)
-    return found
+        numbers = f"{parameters.count(trained):,} numbers"
+        print_status(f"training {numbers} by {config.objective}, {config.rows} windows of {size} tokens; compiling ...")
+        state = run.train(log, step, state, model.params, evaluate=evaluate, evaluate_every=config.evaluate_every)
+        training.calibration_of(model, gate, state["trained"]).save(run.folder / GATE)
+        final = {**baselines, "learned": measured(policy, state["trained"])}
+        log.close()
+    about = f"{gate!r} trained by {config.objective} ({config.solver}): {numbers}"
+    print(f"\n{comparison.write(run, final, about, config.keep.budget, environment)}\n", flush=True)
+    return run.folder
 
 
 def gate_of(config: TrainGateConfig) -> Gate:
@@ -230,13 +175,8 @@ def make_step(
                 return shared.error(setup, gates, given)
             return objective.loss(setup, params, gates, given, progress)
 
-        loss, gradient = jax.value_and_grad(loss_of)(state["trained"])
-        # optax multiplies integers by floats, which strict promotion refuses.
-        with jax.numpy_dtype_promotion("standard"):
-            updates, after = optimizer.update(gradient, state["optimizer"], state["trained"])
-            trained = optax.apply_updates(state["trained"], updates)
-        made = {"trained": trained, "optimizer": after, "step": state["step"] + 1}
-        return made, {"total": loss, "norm": optax.tree.norm(gradient)}
+        after, losses = gradient_step(optimizer, loss_of, state)
+        return {**after, "step": state["step"] + 1}, losses
 
     if shared is None:
         return step
@@ -263,8 +203,3 @@ def _nats(
     return comparison.nats(
         model, policy, tokens, prompt_length=shape.prompt_length, prefill_block=block, calibration=calibration
     )
-
-
-def _say(text: str) -> None:
-    if distributed.is_first():
-        print(text, file=sys.stderr, flush=True)

@@ -2,31 +2,24 @@
 
 import dataclasses
 import functools
-import json
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 
-from experiments import fields, results
-from experiments.config import ExperimentConfig, ModelConfig
-from experiments.lines import numbered
-from experiments.programs.train import METRICS, Log, removed_if_unused
-from experiments.programs.tune import INPUTS, State, check_same_past, optimizer_of, run_steps
+from experiments import results
+from experiments.progress import print_status
 from experiments.reports import reuse_plots, tables
 from experiments.reports.reuse_plots import Curve
-from experiments.runs import data, identity, machine
-from experiments.runs.session import Session
-from experiments.training import checkpoints
+from experiments.runs import data
 from experiments.training.config import files
-from experiments.tuning import reuse_measures, windows
+from experiments.training.run_folder import events
+from experiments.tuning import reuse_measures, training_run
+from experiments.tuning.optimizer import State, apply_gradients, optimizer_of
 from experiments.tuning.reuse_config import TrainReuseConfig, check
 from experiments.tuning.reuse_measures import Point
 from experiments.tuning.reuse_methods import METHODS, Augmentation, Prediction
@@ -35,27 +28,7 @@ from kvjax.parallel import distributed
 from kvjax.typing import JsonObject
 
 Array = jax.Array
-PROGRAM = "python -m experiments.train_reuse"
 RESULTS, PLOT = "results.json", "plot.png"
-#: Flags that do not change a result, or name files of this machine.
-SILENT = ("--config.texts", "--config.output", "--writers")
-
-
-def start(config: TrainReuseConfig, names: Sequence[str], argv: Sequence[str]) -> int:
-    """Runs the command `train_reuse`.
-
-    Args:
-      config: the settings.
-      names: of the writers.
-      argv: the command line.
-
-    Returns:
-      The exit status.
-    """
-    own = [each for each in argv[1:] if not each.startswith(SILENT)]
-    folder = train_reuse(config, command=shlex.join([*PROGRAM.split(), *own]), writers=names)
-    print(f"Wrote {folder}/ ({RESULTS}, {PLOT}, report.md, metrics.jsonl, and what was trained)")
-    return 0
 
 
 def train_reuse(
@@ -79,62 +52,40 @@ def train_reuse(
     """
     check(config)
     files(config)
-    with removed_if_unused(Path(config.output)):
-        return _train_reuse(config, command, progress, writers)
+    with training_run.opened(config, command=command, progress=progress, writers=writers) as run:
+        model, held_out = run.model, run.held_out
+        distributed.check_alone(model.params, "experiments.train_reuse")
+        method = METHODS[config.method](config, model)
 
-
-def _train_reuse(config: TrainReuseConfig, command: str, progress: bool | None, writers: Sequence[str]) -> Path:
-    """See `train_reuse`."""
-    folder, tuning = Path(config.output), config.as_tuning()
-    results.make_folder(folder)
-    model = Session().model(ExperimentConfig(model=ModelConfig(path=config.model.path, dtype=config.model.dtype)))
-    distributed.check_alone(model.params, "experiments.train_reuse")
-    texts = windows.load(tuning, model)
-    held_out = texts.evaluation(config.evaluation.windows, config.windows.prompt_length + config.evaluation.new_tokens)
-    method = METHODS[config.method](config, model)
-    inputs: JsonObject = {"texts": windows.checksums(tuning), "model": identity.of_weights(config.model.path)}
-    optimizer = optimizer_of(tuning)
-    with checkpoints.manager(folder, config.checkpoint_every) as manager:
-        begun = manager.latest_step() or 0
-        if begun:
-            # It compares the fields of configs of any class.
-            check_same_past(cast(Any, config), folder, begun, inputs)
-        trained = method.initial()
-        state: State = {
-            "trained": trained, "optimizer": [optimizer.init(each) for each in trained], "step": jnp.int32(0),
-        }  # fmt: skip
-        if begun:
-            state = manager.restore(begun, args=ocp.args.StandardRestore(state))
-        results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
-        results.write(folder / INPUTS, results.to_json(inputs))
-        log = Log(folder / METRICS, begun, config, writers)
-        environment = machine.environment()
-        log.write(kind="start", step=begun, command=command, **environment, **inputs)
-        step = make_step(config, method, optimizer)
-
-        def evaluate(done: int) -> None:
+        def evaluate(done: int, state: State) -> None:
             found = method.held_out(model.params, state["trained"], held_out)
             log.write(kind="evaluation", step=done, **found)
             shown = ", ".join(f"{name} {x:.4f}" for name, x in found.items())
-            print(f"step {done} of {config.steps}, held-out losses: {shown}", file=sys.stderr, flush=True)
+            print_status(f"step {done} of {config.steps}, held-out losses: {shown}")
 
-        if not begun:
-            evaluate(0)
-        stops = [*range(config.evaluate_every, config.steps, config.evaluate_every), config.steps]
-        for stop in stops[sum(each <= begun for each in stops) :]:
-            state = run_steps(config.as_tuning(stop), step, state, model, texts, begun, (manager, log, progress))
-            begun = stop
-            evaluate(stop)
+        optimizer, trained = optimizer_of(config), method.initial()
+        step, memories = make_step(config, method, optimizer), [optimizer.init(each) for each in trained]
+        state = run.restored({"trained": trained, "optimizer": memories, "step": jnp.int32(0)})
+        log, environment = run.begin()
+        if not run.start:
+            evaluate(0, state)
+        begun = run.start
+        # There is a checkpoint before each evaluation.
+        for stop in [*range(config.evaluate_every, config.steps, config.evaluate_every), config.steps]:
+            if stop > begun:
+                state = run.train(log, step, state, model.params, steps=range(begun, stop))
+                begun = stop
+                evaluate(stop, state)
         log.close()
-    method.save(folder, state["trained"])
+    method.save(run.folder, state["trained"])
     about: JsonObject = {
-        "name": config.name, "method": config.method, "model": config.model.path, "weights": inputs["model"],
+        "name": config.name, "method": config.method, "model": config.model.path, "weights": run.checksums["model"],
         "command": command, "texts": [path.name for path in files(config)[0]],
         "held_out": [path.name for path in files(config)[1]], "windows": len(held_out), "environment": environment,
     }  # fmt: skip
     opening = len(data.opening(model))
-    print(f"\n{_report(folder, config, model, method, state['trained'], held_out, opening, about)}\n", flush=True)
-    return folder
+    print(f"\n{_report(run.folder, config, model, method, state['trained'], held_out, opening, about)}\n", flush=True)
+    return run.folder
 
 
 def make_step(
@@ -152,13 +103,11 @@ def make_step(
             def loss_of(own: Any, variant: int = variant) -> tuple[Array, Array]:
                 return method.loss(variant, params, own, tokens, key)
 
-            (loss, losses[name]), gradient = jax.value_and_grad(loss_of, has_aux=True)(own)
-            # optax multiplies integers by floats, which strict promotion refuses.
-            with jax.numpy_dtype_promotion("standard"):
-                updates, memory = optimizer.update(gradient, state["optimizer"][variant], own)
-                trained.append(optax.apply_updates(own, updates))
+            (loss, losses[name]), gradients = jax.value_and_grad(loss_of, has_aux=True)(own)
+            own, memory = apply_gradients(optimizer, gradients, state["optimizer"][variant], own)
+            trained.append(own)
             memories.append(memory)
-            norms.append(optax.tree.norm(gradient))
+            norms.append(optax.tree.norm(gradients))
             total = total + loss
         made = {"trained": trained, "optimizer": memories, "step": state["step"] + 1}
         return made, {"total": total, "norm": jnp.max(jnp.stack(norms)), **losses}
@@ -168,11 +117,10 @@ def make_step(
 
 def _curve(folder: Path) -> Curve:
     """Returns the evaluations of a run."""
-    events = [json.loads(line) for _, line in numbered((folder / METRICS).read_bytes())]
     return [
         (each["step"], {name: x for name, x in each.items() if name not in ("kind", "step")})
-        for each in events if each["kind"] == "evaluation"
-    ]  # fmt: skip
+        for each in events(folder, "evaluation")
+    ]
 
 
 def _report(

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import orbax.checkpoint as ocp
 
+from experiments.training.run_folder import CHECKPOINTS
+
 
 def manager(folder: Path, every: int) -> ocp.CheckpointManager:
     """Opens the checkpoints of a run: the newest two are kept.
@@ -15,7 +17,7 @@ def manager(folder: Path, every: int) -> ocp.CheckpointManager:
     Returns:
       Orbax's manager, to be used as a context.
     """
-    directory = (folder / "checkpoints").resolve()
+    directory = (folder / CHECKPOINTS).resolve()
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2,
         save_interval_steps=every,

@@ -1,1 +1,1 @@
-"""Parts of `python -m experiments.tune`: settings, trained parameters, windows of texts, evaluation, report."""
+"""Parts of the commands that train under a cache: settings, windows of texts, runs, steps, evaluation, reports."""

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,10 @@ import numpy as np
 import kvjax
 from experiments import results
 from experiments.reports import tables
+from experiments.tuning.training_run import TrainingRun
 from kvjax.models.model import Model
 from kvjax.policies import Policy
+from kvjax.typing import JsonObject
 
 
 def nats(
@@ -42,23 +43,38 @@ def nats(
     return [float(x) for x in -np.asarray(found.logprobs)[:, prompt_length - 1 :].mean(axis=1, dtype=np.float64)]
 
 
-def write(folder: Path, name: str, found: Mapping[str, Sequence[float]], about: Sequence[str], command: str) -> str:
+def means(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Returns the mean over the windows of each cache."""
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def write(
+    run: TrainingRun, found: Mapping[str, Sequence[float]], trained: str, budget: int | float, environment: JsonObject
+) -> str:
     """Writes results.json and report.md, and returns the table.
 
     Args:
-      folder: of the run.
-      name: of the run.
+      run: the run.
       found: nats per token of each window, by cache; ``full`` is the full cache.
-      about: lines above the table.
-      command: the command line; "" = none.
+      trained: what was trained, and the number of its parameters.
+      budget: the budget of the caches.
+      environment: from `TrainingRun.begin`.
     """
-    means = {each: float(np.mean(values)) for each, values in found.items()}
+    config, average = run.config, means(found)
     rows = [
         {"policy": each, "nats per token": f"{x:.4f}", "perplexity": f"{math.exp(x):.3f}",
-         "nats above full": f"{x - means['full']:.4f}"}
-        for each, x in means.items()
+         "nats above full": f"{x - average['full']:.4f}"}
+        for each, x in average.items()
     ]  # fmt: skip
-    results.write(folder / "results.json", results.to_json({"name": name, "nats": means, "nats_by_window": found}))
-    shown = tables.markdown(name, [*about, *([f"`{command}`"] if command else [])], rows)
-    results.write(folder / "report.md", shown)
+    content = {"name": config.name, "nats": average, "nats_by_window": found}
+    results.write(run.folder / "results.json", results.to_json(content))
+    about = [
+        run.description,
+        f"{trained}, {config.steps} steps of {config.rows} windows of {run.size} tokens; {len(run.held_out)} "
+        f"held-out windows of {config.windows.prompt_length} prompt tokens and {config.evaluation.new_tokens} scored "
+        f"ones, under a budget of {budget}.",
+        f"On {environment['device']} ({environment['cpu']}); jax {environment['jax']}.",
+    ]
+    shown = tables.markdown(config.name, [*about, *([f"`{run.command}`"] if run.command else [])], rows)
+    results.write(run.folder / "report.md", shown)
     return tables.table(rows)

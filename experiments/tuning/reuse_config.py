@@ -7,7 +7,7 @@ import dataclasses
 import re
 
 from experiments.fields import Count, Counts, Names, Text, Whole
-from experiments.tuning.config import EvaluationConfig, TuneConfig, TunedModel, TuneOptimizer, WindowConfig
+from experiments.tuning.config import EvaluationConfig, TunedModel, TuneOptimizer
 from kvjax.arguments import did_you_mean
 from kvjax.errors import ConfigError
 
@@ -87,19 +87,6 @@ class TrainReuseConfig:
     log_every: Count = 10
     seed: Whole = 0
     output: Text = "results/train_reuse"
-
-    def as_tuning(self, steps: int | None = None) -> TuneConfig:
-        """Returns the settings of windows and steps, for what all trainings share.
-
-        Args:
-          steps: the number of steps; None = all.
-        """
-        return TuneConfig(
-            name=self.name, model=self.model, texts=self.texts, held_out=self.held_out,
-            windows=WindowConfig(self.windows.prompt_length, self.windows.new_tokens), evaluation=self.evaluation,
-            optimizer=self.optimizer, rows=self.rows, steps=self.steps if steps is None else steps,
-            checkpoint_every=self.checkpoint_every, log_every=self.log_every, seed=self.seed, output=self.output,
-        )  # fmt: skip
 
     @property
     def variants(self) -> tuple[str, ...]:

@@ -14,9 +14,11 @@ from experiments.tuning.config import TuneConfig
 from experiments.tuning.gate_config import TrainGateConfig
 from experiments.tuning.merge_config import TrainMergeConfig
 from experiments.tuning.recall_windows import RecallWindows
+from experiments.tuning.reuse_config import TrainReuseConfig
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 
+TrainingConfig = TuneConfig | TrainGateConfig | TrainMergeConfig | TrainReuseConfig
 HELD_OUT = 0.1  # the share at the end of each text that is held out if `held_out` is empty
 
 
@@ -72,7 +74,7 @@ class Windows:
         return np.stack([np.concatenate([opening, body]) for body in bodies]).astype(np.int32)
 
 
-def load(config: TuneConfig | TrainGateConfig | TrainMergeConfig, model: Model) -> Windows:
+def load(config: TrainingConfig, model: Model) -> Windows:
     """Reads and encodes the texts of a run.
 
     Raises:
@@ -116,7 +118,7 @@ def load(config: TuneConfig | TrainGateConfig | TrainMergeConfig, model: Model) 
     return dataclasses.replace(made, recall=recall, batches=config.batches)
 
 
-def checksums(config: TuneConfig | TrainGateConfig | TrainMergeConfig) -> dict[str, str]:
+def checksums(config: TrainingConfig) -> dict[str, str]:
     """Returns the SHA-256 of every text, training and held out, by its file's name."""
     return {path.name: _checksum(path) for paths in files(config) for path in paths}
 

@@ -17,7 +17,7 @@ import kvjax
 from experiments import fields
 from experiments.config import PolicyConfig
 from experiments.programs import tune
-from experiments.tuning import parameters
+from experiments.tuning import parameters, windows
 from experiments.tuning.config import (
     EvaluationConfig,
     LoraConfig,
@@ -49,13 +49,6 @@ def text(segments: int, seed: int) -> str:
     often = rng.integers(0, LETTERS, segments).repeat(SEGMENT)
     ids = np.where(rng.random(often.size) < SHARE, often, rng.integers(0, LETTERS, often.size))
     return "".join(chr(ord("a") + each) for each in ids)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax's AdamW relies on it."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +158,7 @@ def test_an_interrupted_run_resumes_exactly(config, tmp_path, monkeypatch):
     report = (Path(config.output) / "report.md").read_text()
     assert "Nats per token above the full cache" in report and "| after" in report
     # A text that is another one now.
-    monkeypatch.setattr(tune.windows, "checksums", lambda config: {"one.txt": "0"})
+    monkeypatch.setattr(windows, "checksums", lambda config: {"one.txt": "0"})
     with pytest.raises(ConfigError, match="different contents of texts"):
         tune.tune(config, progress=False)
 

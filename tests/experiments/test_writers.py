@@ -12,6 +12,7 @@ from experiments import fields, run, train, writers
 from experiments.programs import run as run_program
 from experiments.programs import train as program
 from experiments.training.config import TrainConfig
+from experiments.training.run_folder import Log
 from kvjax.errors import ConfigError
 
 
@@ -106,15 +107,15 @@ def test_a_finished_run_is_copied_in_the_order_of_its_steps(tmp_path):
 def test_a_resumed_training_is_the_same_run(tmp_path):
     """Its later steps are dropped by TensorBoard, and Weights & Biases gets the same id."""
     path, names = tmp_path / "metrics.jsonl", ["tensorboard", "wandb"]
-    log = program.Log(path, 0, TrainConfig(name="small"), names)
+    log = Log(path, 0, TrainConfig(name="small"), names)
     log.write(kind="start", step=0, cores=2)
     log.write(kind="loss", step=10, total=2.0)
-    program.Log(path, 5, TrainConfig(name="small"), names)
+    Log(path, 5, TrainConfig(name="small"), names)
     first, second = RUNS
     assert first.steps == [(10, {"loss/total": 2.0})] and first.settings["config"]["name"] == "small"
     assert first.settings["id"] == second.settings["id"] and first.settings["project"] == "kvjax"
     assert [board.made for board in BOARDS] == [(str(tmp_path / "tensorboard"), step) for step in (None, 6)]
-    program.Log(path, 0, TrainConfig(), names)  # from the beginning
+    Log(path, 0, TrainConfig(), names)  # from the beginning
     assert RUNS[2].settings["id"] != first.settings["id"]
 
 
