@@ -12,7 +12,6 @@ import pytest
 from kvjax import attention
 from kvjax.attention import Attended
 from kvjax.errors import ConfigError, PolicyError
-from kvjax.kernels import softmax
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.numerics.statistics import ABOVE, COUNT, EXACT, LAST, MASS, MASS_SQ, Statistic, decayed, recurrence
 from tests.kernels import cases
@@ -161,16 +160,6 @@ def test_output_and_every_statistic(heads, kv_heads, n, before, window, group_re
     inputs = arrays(heads, kv_heads, n, before, queries=(None, (n + 1) // 2, 0))
     options = {"window": window, "group_reduce": group_reduce}
     assert_close(_attend(*inputs, tile=tile, **options), naive(*inputs, **options))
-
-
-@pytest.mark.parametrize("group", [1, 3, softmax.LARGE_GROUP + 1])
-def test_heads_of_a_group_are_reduced(group):
-    """As an array for each head or, in a large group, over an axis."""
-    probability = np.random.default_rng(group).random((2, 2, group, 3, 5), np.float32)
-    np.testing.assert_allclose(
-        softmax.over_group(probability, "mean"), probability.mean(axis=2, dtype=np.float64), rtol=1e-6
-    )
-    np.testing.assert_array_equal(softmax.over_group(probability, "max"), probability.max(axis=2))
 
 
 @pytest.mark.sampled(2)

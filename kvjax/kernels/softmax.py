@@ -1,6 +1,5 @@
 """Parts of the reference kernels: which slots are visible, logits, softmax, and column sums of probabilities."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -9,11 +8,11 @@ import jax.numpy as jnp
 from kvjax.kernels.decode.coded import product
 from kvjax.kernels.problem import Problem
 from kvjax.numerics import recurrence
+from kvjax.numerics.group_reductions import max_over_group, mean_over_group
 from kvjax.numerics.soft_cap import soft_capped
 
 Array = jax.Array
 NEGATIVE = float(jnp.finfo(jnp.float32).min)
-LARGE_GROUP = 16  # query heads of a KV head
 TIE = 1 - 2.0**-18  # a recomputed probability may round to just below the uniform share that it equals
 
 
@@ -122,7 +121,7 @@ def column_sums(problem: Problem, probability: Array, share: Array | None) -> di
       Statistic name -> [B, K, S], [B, K, S, words] or, for ``recurrence``, [B, K, S, 3] float32.
     """
     # [B, K, n, S]
-    m = over_group(probability, problem.group_reduce)
+    m = mean_over_group(probability) if problem.group_reduce == "mean" else max_over_group(probability)
 
     def threshold() -> Array:
         assert share is not None
@@ -141,19 +140,6 @@ def column_sums(problem: Problem, probability: Array, share: Array | None) -> di
         # [B, K, S] or [B, K, S, words]
         sums[statistic.name] = statistic.reduce(term, weight)
     return sums
-
-
-def over_group(probability: Array, reduce: str) -> Array:
-    """Reduces the query heads of each KV head to their ``mean`` or ``max``: [B, K, G, n, S] -> [B, K, n, S].
-
-    One operation for each head of a small group: XLA's CPU compiler sums over an axis that is not the last one at less
-    than 2 GB/s (jax 0.10.2; 48 % of SmolLM2's prompt of 4,096 tokens under h2o), and adds arrays at 90 GB/s.
-    """
-    group = probability.shape[2]
-    if group > LARGE_GROUP:
-        return jnp.mean(probability, axis=2) if reduce == "mean" else jnp.max(probability, axis=2)
-    heads = [probability[:, :, head] for head in range(group)]
-    return functools.reduce(jnp.add, heads) / group if reduce == "mean" else functools.reduce(jnp.maximum, heads)
 
 
 def transformed(transform: str, m: Array, threshold: Callable[[], Array]) -> Array:

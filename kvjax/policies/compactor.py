@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.arguments import count_argument, number_argument
+from kvjax.numerics.group_reductions import mean_over_group
 from kvjax.policies.base import Evict, compress, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Stats, View
@@ -47,7 +48,7 @@ def noncausal_mass(query: Array, key: Array, counted: Array, scale: float) -> Ar
         # [B, K, G, t, t]
         logits = scale * jnp.einsum("bkgid,bkjd->bkgij", query, key, precision=jax.lax.Precision.HIGHEST)
         paid = softmax_over(logits, jnp.broadcast_to(counted[:, :, None, None], logits.shape))
-        return jnp.sum(jnp.mean(jnp.where(counted[:, :, None, :, None], paid, 0.0), axis=2), axis=2)
+        return jnp.sum(mean_over_group(jnp.where(counted[:, :, None, :, None], paid, 0.0)), axis=2)
 
     chunks = jnp.moveaxis(query, 3, 0), jnp.moveaxis(key, 2, 0), jnp.moveaxis(counted, 2, 0)
     return jnp.moveaxis(jax.lax.map(of_chunk, chunks), 0, 2)

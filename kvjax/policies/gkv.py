@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.arguments import count_argument, number_argument
+from kvjax.numerics.group_reductions import max_over_group
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
@@ -63,7 +64,7 @@ class GlobalScore(RoundMemory):
             seen &= distance < view.window
         logits = soft_capped(logits, view.soft_cap)
         shares = softmax_over(logits, jnp.broadcast_to(seen[:, :, None], logits.shape))
-        mean = mean_over_queries(jnp.max(shares, axis=2), there)
+        mean = mean_over_queries(max_over_group(shares), there)
         return relative(jnp.where(older, mean, 0.0))
 
 

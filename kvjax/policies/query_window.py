@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.arguments import choice_argument, count_argument, number_argument
 from kvjax.errors import PolicyError
+from kvjax.numerics.group_reductions import max_over_group, mean_over_group
 from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Stats, View
@@ -132,7 +133,7 @@ class Redundancy(Importance):
     def score(self, stats: Stats, view: View) -> Array:
         logits, older, there = recent_logits(view, self.window)
         # [B, K, w, S]
-        attention = softmax_over(jnp.max(logits, axis=2), jnp.broadcast_to(older[:, :, None], logits[:, :, 0].shape))
+        attention = softmax_over(max_over_group(logits), jnp.broadcast_to(older[:, :, None], logits[:, :, 0].shape))
         # [B, K, S]
         mean = jnp.where(older, mean_over_queries(attention, there), -jnp.inf)
         pooled = over_neighbours(mean, view.position, self.kernel, jax.lax.max, -jnp.inf)
@@ -169,7 +170,7 @@ class RecentAttention(Importance):
     def score(self, stats: Stats, view: View) -> Array:
         logits, older, there = recent_logits(view, self.window)
         # [B, K, w, S]
-        paid = jnp.mean(softmax_over(logits, jnp.broadcast_to(older[:, :, None, None], logits.shape)), axis=2)
+        paid = mean_over_group(softmax_over(logits, jnp.broadcast_to(older[:, :, None, None], logits.shape)))
         paid = jnp.where(there[..., None], paid, 0.0)
         return jnp.sum(paid, axis=2) if self.fuse == "sum" else jnp.max(paid, axis=2)
 

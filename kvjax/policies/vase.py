@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.arguments import count_argument
+from kvjax.numerics.group_reductions import mean_over_group
 from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Stats, View
@@ -34,7 +35,7 @@ def pooled_attention(view: View, window: int, kernel: int) -> Array:
     """
     logits, older, there = recent_logits(view, window)
     # [B, K, w, S]
-    paid = jnp.mean(softmax_over(logits, jnp.broadcast_to(older[:, :, None, None], logits.shape)), axis=2)
+    paid = mean_over_group(softmax_over(logits, jnp.broadcast_to(older[:, :, None, None], logits.shape)))
     mean = mean_over_queries(paid, there)
     return over_neighbours(mean, view.position, kernel, jax.lax.add, 0.0) / kernel
 

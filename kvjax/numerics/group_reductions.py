@@ -1,0 +1,31 @@
+"""Reductions over the query heads that share a KV head."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+LARGE_GROUP = 16  # query heads of a KV head
+
+
+def mean_over_group(x: Array) -> Array:
+    """Returns the mean over the query heads of each KV head: [B, K, G, ...] -> [B, K, ...].
+
+    Heads are added one by one if they are few: XLA's CPU compiler sums over an axis that is not the last one at less
+    than 2 GB/s, and adds arrays at 90 GB/s (jax 0.10.2; the sums took 48 % of a prompt of 4,096 tokens under h2o).
+    """
+    heads = _heads(x)
+    return jnp.mean(x, axis=2) if heads is None else functools.reduce(jnp.add, heads) / len(heads)
+
+
+def max_over_group(x: Array) -> Array:
+    """Returns the maximum over the query heads of each KV head: [B, K, G, ...] -> [B, K, ...]."""
+    heads = _heads(x)
+    return jnp.max(x, axis=2) if heads is None else functools.reduce(jnp.maximum, heads)
+
+
+def _heads(x: Array) -> list[Array] | None:
+    """Returns the parts of small groups, one for each query head."""
+    group = x.shape[2]
+    return [x[:, :, head] for head in range(group)] if 0 < group <= LARGE_GROUP else None
