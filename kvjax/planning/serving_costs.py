@@ -4,25 +4,32 @@ import collections
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from kvjax.arguments import check_type, count_argument, number_argument
 from kvjax.cache.planning.head_groups import branches_of, by_head
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import CacheSpec, as_spec
-from kvjax.devices import Device
+from kvjax.devices import Device, known_numbers
 from kvjax.errors import InputError, shown
 from kvjax.inputs import LARGEST_COUNT, check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import active_parameter_count, parameter_count
+from kvjax.parallel.host_memory import HOST
 from kvjax.policies.base import Policy
 from kvjax.storage.base import Storage
 
 #: The slots of each layer: one number for all, one for each layer, or None for a full cache, of all layers or of one.
 Budget = int | Sequence[int | None] | None
+#: The slots of requests of different prompts: the same for all, or a function of the number of tokens of a prompt.
+BudgetOfPrompt = Budget | Callable[[int], Budget]
+
+#: The largest number of parameters.
+LARGEST = 1 << 50
 
 #: The dtype of numbers of 2 and of 4 bytes, by name; NumPy has no bfloat16.
 DTYPES = {2: "float16", 4: "float32"}
@@ -35,16 +42,28 @@ class LayerRun(NamedTuple):
       layers: how many these are.
       slot_bytes: of the key and the value of a token, in one of them.
       budget: the slots of each; None = a full cache.
+      host_bytes: those of `slot_bytes` that are in host memory.
     """
 
     layers: int
     slot_bytes: int
     budget: int | None
+    host_bytes: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of a token in all of them."""
         return self.layers * self.slot_bytes
+
+    @property
+    def on_host(self) -> int:
+        """Those of `total` that are in host memory."""
+        return self.layers * self.host_bytes
+
+    @property
+    def on_device(self) -> int:
+        """Those of `total` that are in the device's memory."""
+        return self.total - self.on_host
 
     def held(self, tokens: int) -> int:
         """Returns the live slots of a text in each of them."""
@@ -65,9 +84,12 @@ class ServedModel:
       active_params: those that a token is multiplied by, in a model of experts; None = all.
       layer_slot_bytes: bytes of the key and the value of a token in each layer, for storages that encode, or layers
         that differ; None = `2 * kv_heads * dim * width` in each.
+      layer_host_bytes: those of them that are in host memory; None = 0 in each layer.
 
     Raises:
-      InputError: `layer_slot_bytes` is not a sequence with a whole number of at least 1 for each layer.
+      InputError: a number that is not a whole number of at least 1, KV heads that do not divide the query heads, or
+        `layer_slot_bytes` that is not a sequence with such a number for each layer; or `layer_host_bytes` that exceeds
+        these.
     """
 
     params: int
@@ -78,19 +100,26 @@ class ServedModel:
     width: int = 2
     active_params: int | None = None
     layer_slot_bytes: tuple[int, ...] | None = None
+    layer_host_bytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        given = self.layer_slot_bytes
-        if given is None:
-            return
-        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != self.layers:
-            raise InputError(
-                f"layer_slot_bytes must be a sequence with one number for each of {self.layers} layers; got "
-                f"{shown(given)}."
-            )
-        for layer, each in enumerate(given):
-            check_count(f"layer_slot_bytes[{layer}]", each)
-        object.__setattr__(self, "layer_slot_bytes", tuple(given))
+        for name in ("params", "layers", "heads", "kv_heads", "dim", "width", "active_params"):
+            if (value := getattr(self, name)) is not None or name != "active_params":
+                most = LARGEST if "params" in name else None
+                count_argument(name, value, minimum=1, maximum=most, error=InputError)
+        if self.heads % self.kv_heads:
+            raise InputError(f"kv_heads must divide heads={self.heads}; got {self.kv_heads}.")
+        for name, least in (("layer_slot_bytes", 1), ("layer_host_bytes", 0)):
+            if (given := getattr(self, name)) is None:
+                continue
+            if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != self.layers:
+                raise InputError(
+                    f"{name} must be a sequence with one number for each of {self.layers} layers; got {shown(given)}."
+                )
+            for layer, each in enumerate(given):
+                most = self.by_layer[layer] if name == "layer_host_bytes" else None
+                count_argument(f"{name}[{layer}]", each, minimum=least, maximum=most, error=InputError)
+            object.__setattr__(self, name, tuple(given))
 
     @classmethod
     def of(cls, config: DecoderConfig, width: int = 2, storage: Storage | None = None) -> "ServedModel":
@@ -99,8 +128,8 @@ class ServedModel:
         Args:
           config: the decoder.
           width: see `ServedModel`; 2 or 4.
-          storage: that holds keys and values, with as many bytes as `Storage.bytes_per_slot` says of each layer; None =
-            numbers of `width` bytes.
+          storage: that holds keys and values, with as many bytes as `Storage.bytes_per_slot` says of each layer and
+            each memory; None = numbers of `width` bytes on the device.
 
         Raises:
           InputError: another width, or a storage whose slots are not all of the same bytes.
@@ -108,17 +137,23 @@ class ServedModel:
         """
         if width not in DTYPES:
             raise InputError(f"width must be 2 or 4 bytes; got {shown(width)}.")
-        by_layer = None
+        by_layer = on_host = None
+        check_type("config", config, DecoderConfig, "a DecoderConfig, such as kvjax.models.shapes.by_name('llama2-7b')")
         if storage is not None:
+            check_type("storage", storage, Storage, "a storage, such as kvjax.storage.int8()")
             _check_slots_alike(storage)
             held = by_head(storage.bound(config.num_kv_heads), config.num_layers, config.num_kv_heads)
-            by_layer = tuple(
-                sum(each.bytes_per_slot(config.head_dim, np.dtype(DTYPES[width])) for each in heads) for heads in held
-            )
+
+            def of_memory(memory: str | None) -> tuple[int, ...]:
+                dtype = np.dtype(DTYPES[width])
+                return tuple(sum(each.bytes_per_slot(config.head_dim, dtype, memory) for each in own) for own in held)
+
+            by_layer = of_memory(None)
+            on_host = of_memory(HOST) if storage.on_host else None
         return cls(
             params=parameter_count(config), layers=config.num_layers, heads=config.num_heads,
             kv_heads=config.num_kv_heads, dim=config.head_dim, width=width,
-            active_params=active_parameter_count(config), layer_slot_bytes=by_layer,
+            active_params=active_parameter_count(config), layer_slot_bytes=by_layer, layer_host_bytes=on_host,
         )  # fmt: skip
 
     @property
@@ -137,6 +172,26 @@ class ServedModel:
         if self.layer_slot_bytes is not None:
             return self.layer_slot_bytes
         return (2 * self.kv_heads * self.dim * self.width,) * self.layers
+
+    @property
+    def host_by_layer(self) -> tuple[int, ...]:
+        """Those of `by_layer` that are in host memory."""
+        return (0,) * self.layers if self.layer_host_bytes is None else self.layer_host_bytes
+
+    def check_on_device(self, plan: str) -> None:
+        """Checks that no slots are in host memory.
+
+        Args:
+          plan: the plan that takes only slots in the device's memory, for the message.
+
+        Raises:
+          InputError: some are.
+        """
+        if any(self.host_by_layer):
+            raise InputError(
+                f"{plan}: slots are in the device's memory; this model's storage holds {sum(self.host_by_layer)} of "
+                f"{self.token_bytes} bytes of a token in host memory. Leave out the storage's memory."
+            )
 
     @property
     def slot_bytes(self) -> int:
@@ -176,11 +231,24 @@ class ServedModel:
         for each in own:
             if each is not None:
                 check_count("budget", each)
-        counts = collections.Counter(zip(self.by_layer, own, strict=True))
-        return tuple(LayerRun(layers, slot, each) for (slot, each), layers in counts.items())
+        counts = collections.Counter(zip(self.by_layer, own, self.host_by_layer, strict=True))
+        return tuple(LayerRun(layers, slot, each, host) for (slot, each, host), layers in counts.items())
+
+    def runs_of(self, budget: BudgetOfPrompt, prompt: int) -> tuple[LayerRun, ...]:
+        """Returns the `runs` of a request with a prompt of `prompt` tokens."""
+        return self.runs(budget(prompt) if callable(budget) else budget)
 
     def cache_bytes(self, tokens: int, budget: Budget = None) -> int:
-        """Returns the bytes of the live slots of a text, of which each layer holds at most its budget; see `runs`."""
+        """Returns the bytes of the live slots of a text, of which each layer holds at most its budget; see `runs`.
+
+        Args:
+          tokens: of the text.
+          budget: see `runs`.
+
+        Raises:
+          InputError: `tokens` is not a whole number of at least 0, or see `runs`.
+        """
+        count_argument("tokens", tokens, error=InputError)
         return sum(each.total * each.held(tokens) for each in self.runs(budget))
 
     def prefill_flops(self, tokens: int, *, statistics_layers: int = 0) -> float:
@@ -192,13 +260,12 @@ class ServedModel:
             much as attention.
 
         Raises:
-          InputError: `statistics_layers` is not a whole number from 0 to `layers`.
+          InputError: `tokens` is not a whole number of at least 0, or `statistics_layers` not one from 0 to `layers`.
         """
-        given = statistics_layers
-        if isinstance(given, bool) or not isinstance(given, numbers.Integral) or not 0 <= given <= self.layers:
-            raise InputError(f"statistics_layers must be a whole number from 0 to {self.layers}; got {shown(given)}.")
+        count_argument("tokens", tokens, error=InputError)
+        summed = count_argument("statistics_layers", statistics_layers, maximum=self.layers, error=InputError)
         attention = self.heads * self.dim * tokens**2
-        return 2 * self.active * tokens + (2 * self.layers + int(given)) * attention
+        return 2 * self.active * tokens + (2 * self.layers + summed) * attention
 
 
 def _check_slots_alike(storage: Storage) -> None:
@@ -208,10 +275,10 @@ def _check_slots_alike(storage: Storage) -> None:
       InputError: if not.
     """
     layout, reason = storage.resolved_layout, None
-    if storage.residual and not storage.exact:
-        reason = f"its newest {storage.residual} are exact"
-    elif storage.sinks and not storage.exact:
-        reason = f"its first {storage.sinks} are exact"
+    if storage.residual and storage.new_tokens_separate:
+        reason = f"its newest {storage.residual} are exact, on the device"
+    elif storage.sinks and storage.new_tokens_separate:
+        reason = f"its first {storage.sinks} are exact, on the device"
     elif layout.block_size is not None:
         reason = f"its newest are exact, until {layout.block_size} are encoded together"
     elif not layout.uniform:
@@ -248,6 +315,7 @@ def layer_budgets(policy: Policy | CacheSpec, config: DecoderConfig, tokens: int
       PolicyError: see `kvjax.generate`.
     """
     check_count("tokens", tokens)
+    check_type("config", config, DecoderConfig, "a DecoderConfig, such as model.config")
     spec = as_spec(policy)
     _check_slots_alike(spec.storage)
     lengths = np.array([tokens], np.int32)
@@ -279,14 +347,17 @@ class ServingCosts:
 
     Attributes:
       cache: bytes of the cache of a row.
-      rows: the rows that fit beside the weights.
+      host: those of them that are in host memory.
+      rows: the rows that fit beside the weights, and in host memory.
       prefill: seconds of a prompt, which computes.
-      decode_step_one_row: seconds of a token of one row, which reads weights and cache.
+      decode_step_one_row: seconds of a token of one row, which reads weights and cache; those of the link, if it moves
+        slots from host memory for longer.
       decode_step_all_rows: seconds of a token of each of `rows` rows.
-      switch: seconds to move the cache of a row to host memory, and that of another one back.
+      switch: seconds to move what a row has on the device to host memory, and that of another one back.
     """
 
     cache: int
+    host: int
     rows: int
     prefill: float
     decode_step_one_row: float
@@ -295,7 +366,8 @@ class ServingCosts:
 
     def __str__(self) -> str:
         return "\n".join([
-            f"{self.rows} rows fit, {self.cache / 1e9:.3f} GB of keys and values each",
+            f"{self.rows} rows fit, {self.cache / 1e9:.3f} GB of keys and values each"
+            + (f", {self.host / 1e9:.3f} GB of them in host memory" if self.host else ""),
             f"{self.prefill:.3f} s for a prompt",
             f"{self.decode_step_one_row * 1e3:.2f} ms for a token of one row, {self.decode_step_all_rows * 1e3:.2f} ms "
             f"for one of each of {self.rows} rows",
@@ -304,7 +376,13 @@ class ServingCosts:
 
 
 def serving_costs(
-    model: ServedModel, device: Device, tokens: int, *, budget: Budget = None, statistics_layers: int = 0
+    model: ServedModel,
+    device: Device,
+    tokens: int,
+    *,
+    budget: Budget = None,
+    statistics_layers: int = 0,
+    host_memory: float = math.inf,
 ) -> ServingCosts:
     """Computes what a device of full speed needs to serve texts of `tokens` tokens.
 
@@ -314,23 +392,34 @@ def serving_costs(
       tokens: of each text.
       budget: the slots of each layer, or one number for each; see `ServedModel.runs`. None = a full cache.
       statistics_layers: see `ServedModel.prefill_flops`.
+      host_memory: bytes for the slots that are there.
 
     Raises:
-      InputError: the device's memory, compute or link is not known, or see `ServedModel`.
+      InputError: the device's memory, compute or link is not known; all slots are in host memory, and `host_memory` is
+        not given; or see `ServedModel`.
     """
-    memory, bandwidth, link, compute = device.memory, device.bandwidth, device.link, device.flops
-    if not memory or not bandwidth or not link or not compute:
-        raise InputError(
-            f"the memory, its bandwidth, the host link and the FLOP/s of {device.kind} must be known; give a "
-            "kvjax.devices.Device that has them."
-        )
+    check_type("model", model, ServedModel, "a ServedModel, such as ServedModel.of(model.config)")
+    memory, bandwidth, link, compute = known_numbers(device, "memory", "bandwidth", "link", "flops")
+    check_count("tokens", tokens)
     cache = model.cache_bytes(tokens, budget)
-    rows = max(0, math.floor((memory - model.weight_bytes) / cache))
+    host = sum(each.on_host * each.held(tokens) for each in model.runs(budget))
+    number_argument("host_memory", host_memory, minimum=0, maximum=math.inf, error=InputError)
+
+    def fit(room: float, row: int) -> float:
+        if room < 0:
+            return 0.0
+        return room / row if row else math.inf
+
+    most = min(fit(memory - model.weight_bytes, cache - host), fit(host_memory, host))
+    if most == math.inf:
+        raise InputError("all slots are in host memory, which limits the number of rows; give host_memory.")
+    rows = math.floor(most)
 
     def step(rows: int) -> float:
-        return (model.weight_bytes + rows * cache) / bandwidth
+        return max((model.weight_bytes + rows * cache) / bandwidth, rows * host / link)
 
     return ServingCosts(
-        cache=cache, rows=rows, prefill=model.prefill_flops(tokens, statistics_layers=statistics_layers) / compute,
-        decode_step_one_row=step(1), decode_step_all_rows=step(rows), switch=2 * cache / link,
+        cache=cache, host=host, rows=rows,
+        prefill=model.prefill_flops(tokens, statistics_layers=statistics_layers) / compute,
+        decode_step_one_row=step(1), decode_step_all_rows=step(rows), switch=2 * (cache - host) / link,
     )  # fmt: skip
