@@ -24,7 +24,8 @@ from kvjax.planning import (
     preemption,
     storage_attention,
 )  # fmt: skip
-from kvjax.planning.serving_costs import Budget, ServedModel, evicting_layers, layer_budgets, serving_costs
+from kvjax.planning.served_model import Budget, ServedModel, evicting_layers, layer_budgets
+from kvjax.planning.serving_costs import serving_costs
 from kvjax.planning.topologies import find_target
 from kvjax.policies import Evict, h2o, window
 from kvjax.specs import parse

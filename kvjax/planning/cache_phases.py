@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvjax.arguments import check_type, number_argument
 from kvjax.errors import InputError
 from kvjax.inputs import LARGEST_COUNT, check_count
-from kvjax.planning.serving_costs import ServedModel
+from kvjax.planning.served_model import ServedModel
 
 DEVICE, HOST, RECOMPUTED = 1, 2, 3  # the phases
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvjax.arguments import check_type
 from kvjax.errors import InputError
 from kvjax.inputs import check_count
-from kvjax.planning.serving_costs import Budget, ServedModel
+from kvjax.planning.served_model import Budget, ServedModel
 
 PAGE = 16  # tokens of a page, as in vLLM
 GRANULE = 2 << 20  # bytes that a GPU's virtual memory is mapped by

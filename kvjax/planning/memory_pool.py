@@ -17,7 +17,7 @@ from kvjax.errors import InputError
 from kvjax.inputs import check_count
 from kvjax.planning.attention_traffic import part_bytes
 from kvjax.planning.preemption import PERCENTILES, percentile
-from kvjax.planning.serving_costs import BudgetOfPrompt, LayerRun, ServedModel, evicting_layers
+from kvjax.planning.served_model import BudgetOfPrompt, LayerRun, ServedModel, evicting_layers
 
 Placement = tuple[tuple[int, int], ...]  # instances, and the number of slots on each
 

@@ -16,7 +16,7 @@ from kvjax.devices import Device, known_numbers
 from kvjax.errors import InputError
 from kvjax.inputs import check_count
 from kvjax.planning.memory_layouts import PAGE
-from kvjax.planning.serving_costs import BudgetOfPrompt, LayerRun, ServedModel
+from kvjax.planning.served_model import BudgetOfPrompt, LayerRun, ServedModel
 
 PERCENTILES = (50, 95, 99, 99.9)
 PRIORITIES = ("random", "markov")

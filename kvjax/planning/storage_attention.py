@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvjax.arguments import check_type, number_argument
 from kvjax.errors import InputError
 from kvjax.inputs import check_count
-from kvjax.planning.serving_costs import ServedModel
+from kvjax.planning.served_model import ServedModel
 
 FLASH_PAGE = 4096  # bytes
 

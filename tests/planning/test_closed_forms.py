@@ -19,7 +19,8 @@ from kvjax.planning import attention_traffic as traffic
 from kvjax.planning import cache_phases, memory_pool, offload_shares, preemption
 from kvjax.planning import memory_layouts as layouts
 from kvjax.planning.preemption import Turn
-from kvjax.planning.serving_costs import ServedModel, layer_budgets, serving_costs
+from kvjax.planning.served_model import ServedModel, layer_budgets
+from kvjax.planning.serving_costs import serving_costs
 from tests import examples
 from tests.tiny import tiny
 
