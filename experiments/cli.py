@@ -43,6 +43,22 @@ class _Parser(flags.ArgumentParser):
         return self.kind.__metadata__[0]
 
 
+class CountList(flags.ListParser):
+    """Reads whole numbers of at least `lower_bound`, separated by commas."""
+
+    def __init__(self, lower_bound: int = 1):
+        super().__init__()
+        self.lower_bound = lower_bound
+
+    def parse(self, argument: Any) -> Any:
+        if not isinstance(argument, str):
+            return argument  # a default
+        given = super().parse(argument)
+        if not given or not all(each.isdecimal() and int(each) >= self.lower_bound for each in given):
+            raise ValueError(f"must be whole numbers of at least {self.lower_bound}, separated by commas")
+        return [int(each) for each in given]
+
+
 for _kind in fields.KINDS:
     config_flags.register_flag_parser_for_type(_kind, _Parser(_kind))
 

@@ -16,7 +16,7 @@ from absl import flags
 from experiments import cli
 from kvjax.errors import ConfigError
 
-EDITS = ("1", "2", "4", "8", "16")
+EDITS = "1,2,4,8,16"
 
 
 def define(values: flags.FlagValues) -> None:
@@ -25,7 +25,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("rows", 8, "passages", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("tokens", 512, "tokens of a passage", lower_bound=32, flag_values=values)
     flags.DEFINE_integer("scored", 64, "tokens after it that are scored", lower_bound=1, flag_values=values)
-    flags.DEFINE_list("edits", list(EDITS), "numbers of edits", flag_values=values)
+    flags.DEFINE(cli.CountList(1), "edits", EDITS, "numbers of edits", flag_values=values)
     flags.DEFINE_integer("span", 8, "tokens that an edit puts in", lower_bound=2, flag_values=values)
     flags.DEFINE_float("repair", 0.15, "the share that repair recomputes", 0.0, 1.0, flag_values=values)
     flags.DEFINE_integer("seed", 0, "of the places and lengths of edits", lower_bound=0, flag_values=values)

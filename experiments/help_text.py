@@ -23,6 +23,8 @@ Groups = Mapping[str, Sequence[str]]  # the title of a group -> the flags in it
 _TASKS = Path(__file__).resolve().parent / "tasks"
 # A meaning that says what holds if the flag is not given.
 _DESCRIBED = re.compile(r"; else |; default|\(default |; if not given|; without it ")
+_AT_LEAST = re.compile(r"at least \d+")  # in how a field is described that has a minimum
+_BOUNDED = re.compile(r"at least \d|from [\d.]+ to [\d.]+")  # a meaning that says the bounds of a number
 #: Flags and fields -> the kinds of names that they take.
 TAKES = {
     "policies": ("policy.name", "policy", "policies", "caches", "baselines", "unlimited", "add"),
@@ -60,9 +62,10 @@ def of_config(argv: Sequence[str], about: str, values: flags.FlagValues, cls: ty
             about_group = "" if about_group.startswith("see ") else about_group
             lines += ["", f"{group}: {about_group}".rstrip() if group else "fields in no group:"]
         for path in own:
-            meaning = meanings.get(path) or fields.kind_of(path, cls).__metadata__[0]
-            default = shown(fields.value_of(config, path))
-            lines.append(filled(f"--{PREFIX}{path}: {meaning.replace('`', '')} ({default})"))
+            kind = fields.kind_of(path, cls).__metadata__[0]
+            meaning, least = meanings.get(path) or kind, _AT_LEAST.search(kind)
+            notes = _notes(meaning, least[0] if least else "", shown(fields.value_of(config, path)))
+            lines.append(filled(f"--{PREFIX}{path}: {meaning.replace('`', '')}{notes}"))
     return "\n".join([*lines, *of_names([*values, *(PREFIX + path for path in leaves)], full=FULL in argv)])
 
 
@@ -103,12 +106,27 @@ def of_flags(values: flags.FlagValues, groups: Groups) -> list[str]:
 
 def _flag(name: str, flag: flags.Flag) -> str:
     about = " ".join(str(flag.help).replace("repeat this option to specify a list of values", "").split()).rstrip(";")
+    default = shown(flag.default)
     if isinstance(flag.default, bool):
-        default = f" (default {'on' if flag.default else 'off'})"
-    else:
-        unset = flag.default is None or flag.default in ([], "")
-        default = "" if unset and _DESCRIBED.search(about) else f" ({shown(flag.default)})"
-    return filled(f"--{'[no]' if isinstance(flag.default, bool) else ''}{name}: {about}{default}")
+        default = f"default {'on' if flag.default else 'off'}"
+    elif flag.default in (None, [], "") and _DESCRIBED.search(about):
+        default = ""
+    switch = "[no]" if isinstance(flag.default, bool) else ""
+    return filled(f"--{switch}{name}: {about}{_notes(about, bounds(flag.parser), default)}")
+
+
+def _notes(meaning: str, limits: str, default: str) -> str:
+    """Returns what follows a meaning in brackets: the bounds of a number, if it does not say them, and the default."""
+    notes = ["" if _BOUNDED.search(meaning) else limits, default]
+    return f" ({', '.join(filter(None, notes))})" if any(notes) else ""
+
+
+def bounds(parser: object) -> str:
+    """Returns the least and the largest number that the parser of a flag takes; empty if it has no bounds."""
+    least, most = (getattr(parser, side, None) for side in ("lower_bound", "upper_bound"))
+    if least is None:
+        return "" if most is None else f"at most {most:g}"
+    return f"at least {least:g}" if most is None else f"from {least:g} to {most:g}"
 
 
 def shown(value: object) -> str:

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,18 @@ def elsewhere(name: str, error: OSError) -> Path | None:
             print(f"error: results cannot be written: {error}. They go to {target}/ instead.", file=sys.stderr)
             return target
     return None
+
+
+def missing(folder: Path) -> list[Path]:
+    """Returns the folders that would be made for a folder, the innermost first."""
+    return [each for each in (folder, *folder.parents) if not each.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Removes folders, the innermost first, up to one that is not empty."""
+    with contextlib.suppress(OSError):
+        for each in folders:
+            each.rmdir()
 
 
 def make_folder(path: Path, flag: str = "output") -> None:

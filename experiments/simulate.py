@@ -54,12 +54,15 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("longest", 8192, "the most tokens that a row may have", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("budget", 512, "slots of a head under an evicting policy", lower_bound=1, flag_values=values)
     policy = "instead of --budget: an evicting policy, such as split_layers(full(), h2o(64), shares=(1, 3)), whose "
-    policy += "slots in each layer, after a prompt of --tokens, are planned"
+    policy += (
+        "slots in each layer are planned; a budget that is a share is one of --tokens, of each prompt of a trace, or "
+    )
+    policy += "of --longest for layouts"
     flags.DEFINE_string("policy", None, policy, flag_values=values)
     storage = (
         "the storage whose bytes a slot has, such as int8, if all slots have the same; without it, numbers of two "
+        "bytes. serving and preemption also plan slots in host memory, such as dense(memory=host)"
     )
-    storage += "bytes"
     flags.DEFINE_string("storage", None, storage, flag_values=values)
     flags.DEFINE_integer(
         "granule", 2 << 20, "bytes that virtual memory is mapped by", lower_bound=1, flag_values=values
@@ -78,7 +81,7 @@ def define(values: flags.FlagValues) -> None:
         "long_share", 0.05, "share of prompts that are long", lower_bound=0.0, upper_bound=1.0, flag_values=values
     )
     flags.DEFINE_integer("rows", 1, "rows of a batch", lower_bound=1, flag_values=values)
-    memory = "bytes of host memory, such as 256GB; if not given, all fit"
+    memory = "bytes of host memory for slots, such as 256GB; if not given, all fit"
     flags.DEFINE_string("host_memory", None, memory, flag_values=values)
     flags.DEFINE_float(
         "read_share", 1.0, "share of the slots on the host that a step reads", lower_bound=0.0, upper_bound=1.0,

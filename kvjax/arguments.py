@@ -6,11 +6,12 @@ import difflib
 import functools
 import inspect
 import numbers
+import os
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from kvjax.errors import KvjaxError, PolicyError, shown
+from kvjax.errors import InputError, KvjaxError, PolicyError, shown
 
 LONGEST_NAME = 100  # characters of a name that others are compared with
 
@@ -87,6 +88,34 @@ def choice_argument(name: str, value: T, valid: Sequence[T], *, error: type[Kvja
         choices = f"{', '.join(others)} or {last}" if others else last
         raise error(f"{name}={shown(value)} is not valid; use {choices}.")
     return value
+
+
+def check_type(
+    name: str, value: object, kind: type | tuple[type, ...], valid: str, *, error: type[KvjaxError] = InputError
+) -> None:
+    """Checks the type of an argument.
+
+    Args:
+      name: the name of the argument, for the message.
+      value: its value.
+      kind: its type, or several.
+      valid: what it must be, for the message, such as "a model, from kvjax.load".
+      error: what is raised.
+
+    Raises:
+      error: `value` is of another type. The message says `name` and `valid`.
+    """
+    if not isinstance(value, kind):
+        raise error(f"{name} must be {valid}; got {shown(value)}.")
+
+
+def check_path(name: str, value: object, *, error: type[KvjaxError] = InputError) -> None:
+    """Checks that an argument is a path.
+
+    Raises:
+      error: it is not. The message says `name`.
+    """
+    check_type(name, value, (str, os.PathLike), "a path, as text or a pathlib.Path", error=error)
 
 
 def check_hashable(what: str, value: object, *, error: type[KvjaxError] = PolicyError) -> None:

@@ -6,6 +6,7 @@ present: the libtpu wheel compiles for it on any machine.
 
 import dataclasses
 import math
+import numbers
 import os
 import re
 import time
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.environment import prepare_libtpu
-from kvjax.errors import ConfigError, KvjaxError
+from kvjax.errors import ConfigError, InputError, KvjaxError, shown
 
 GIB = 2.0**30
 GIGA, TERA = 1e9, 1e12
@@ -25,6 +26,14 @@ PCIE_3, PCIE_4, PCIE_5 = 15.75e9, 31.5e9, 63e9
 CGROUP_LIMIT = "/sys/fs/cgroup/memory.max"  # memory limit of the process's control group (cgroup v2, Linux)
 MATRIX_SIZE = 8192  # rows and columns of a float32 matrix of 256 MiB, which is larger than any CPU cache
 SQUARE_SIZE = 1024  # rows and columns of a float32 matrix of 4 MiB, which fits into a CPU cache
+#: The numbers of a `Device`, as messages call them.
+NUMBERS = {
+    "memory": "memory",
+    "bandwidth": "bandwidth of the memory",
+    "flops": "FLOP/s",
+    "link": "link to the host",
+    "interconnect": "links to other devices",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +48,9 @@ class Device:
       source: where the numbers come from.
       link: bytes/s from host memory to the device; None if there is no link or its speed is unknown.
       interconnect: bytes/s from a device to the others in one direction, over all of its links; None if unknown.
+
+    Raises:
+      InputError: a number that is not above 0.
     """
 
     kind: str
@@ -48,6 +60,36 @@ class Device:
     source: str
     link: float | None = None
     interconnect: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in NUMBERS:
+            value = getattr(self, name)
+            real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if value is not None and not (real and value > 0):
+                raise InputError(f"{name} of a device must be a number above 0, or None; got {shown(value)}.")
+
+
+def known_numbers(device: object, *names: str) -> tuple[float, ...]:
+    """Returns numbers of a device, all of which must be known.
+
+    Args:
+      device: the device.
+      *names: of the numbers, attributes of `Device`.
+
+    Raises:
+      InputError: it is no `Device`, or one of the numbers is not known.
+    """
+    if not isinstance(device, Device):
+        raise InputError(
+            "device must be a kvjax.devices.Device, such as kvjax.devices.DEVICES['NVIDIA H200'] or "
+            f"kvjax.devices.local_device(jax.devices()[:1]); got {shown(device)}."
+        )
+    found = [getattr(device, name) for name in names]
+    if missing := [NUMBERS[name] for name, value in zip(names, found, strict=True) if value is None]:
+        raise InputError(
+            f"plans need to know of {device.kind}: {', '.join(missing)}; give a kvjax.devices.Device with it."
+        )
+    return tuple(found)
 
 
 def _tpu(
@@ -125,7 +167,12 @@ def local_device(devices: Sequence[jax.Device]) -> Device:
 
     Args:
       devices: the devices of a run, all of one kind.
+
+    Raises:
+      InputError: there is no device.
     """
+    if not devices:
+        raise InputError("devices is empty; give those of a run, such as jax.devices().")
     first = devices[0]
     limit = (first.memory_stats() or {}).get("bytes_limit") if first.platform != "cpu" else None
     if first.device_kind in DEVICES:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from kvjax.arguments import check_path
 from kvjax.errors import ConfigError
 from kvjax.kept_files import private_folder, user_cache
 
@@ -110,6 +111,8 @@ def keep_programs(folder: str | Path | Literal[False] | None = None) -> bool:
     Returns:
       Whether programs are kept; they are not if the folder cannot be written.
     """
+    if folder is not None and folder is not False:
+        check_path("folder", folder)
     _Process.decided = True
     if folder is False:
         jax.config.update("jax_compilation_cache_dir", None)

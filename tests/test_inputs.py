@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 import kvjax.analysis
-from kvjax import policies
+from kvjax import contexts, devices, policies
 from kvjax.cache import CacheSpec
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower, max_positions
@@ -124,6 +124,72 @@ def test_texts_where_tokens_should_be():
     ):
         with pytest.raises(InputError, match="generate_text"):
             call()
+
+
+MODEL, FULL = tiny().model, policies.full()
+PROMPT = [[1, 2, 3]]
+RUNNER = {"rows": 1, "limits": kvjax.Limits(prompt=8, new_tokens=8)}
+TEXT = dataclasses.replace(MODEL, tokenizer=object())
+#: Calls with an argument of another type, and what the error says.
+WRONG = {
+    "a model by name": (lambda: kvjax.generate("kvjax-tiny", PROMPT, FULL, max_new_tokens=1), "model must be a model"),
+    "a model and a text": (lambda: kvjax.generate_text("kvjax-tiny", "Once", FULL), "got 'kvjax-tiny'"),
+    "no model": (lambda: kvjax.log_likelihood(None, PROMPT, FULL, prompt_length=1), "model must be .*; got None"),
+    "a model to save": (lambda: kvjax.save("kvjax-tiny", "folder"), "model must be"),
+    "a model to quantize": (lambda: kvjax.quantize_weights("kvjax-tiny"), "model must be"),
+    "a model to calibrate": (lambda: kvjax.calibrate("kvjax-tiny", PROMPT, FULL), "model must be"),
+    "a model of drafts": (
+        lambda: kvjax.speculate(MODEL, PROMPT, max_new_tokens=1, draft=FULL, draft_model="tiny"), "draft_model must be",
+    ),
+    "a model to serve": (lambda: Runner("kvjax-tiny", FULL, **RUNNER), "model must be"),
+    "a policy by name": (lambda: kvjax.generate(MODEL, PROMPT, "h2o", max_new_tokens=1), "'h2o' is not a policy"),
+    "options as a dict": (
+        lambda: kvjax.generate(MODEL, PROMPT, FULL, max_new_tokens=1, options={"prefill_block": 8}), "options must be",
+    ),
+    "a calibration by name": (lambda: kvjax.calibrated(MODEL, FULL, "file"), "calibration=str is not valid"),
+    "what is calibrated": (lambda: kvjax.calibrate(MODEL, PROMPT, "low_rank"), "what is calibrated must be a storage"),
+    "a stream": (lambda: kvjax.generate(MODEL, PROMPT, FULL, max_new_tokens=1, stream=True), "stream must be"),
+    "no choices": (lambda: kvjax.score_choices(MODEL, PROMPT, None, FULL), "choices must be for each context"),
+    "choices that are no lists": (lambda: kvjax.score_choices(MODEL, PROMPT, [5], FULL), "the choices of context 0"),
+    "tokens as texts": (lambda: kvjax.generate_text(TEXT, [5, 6], FULL), "text 0 must be a string, or a conversation"),
+    "bytes as texts": (lambda: kvjax.generate_text(TEXT, ["a", b"b"], FULL), "text 1 must be"),
+    "a context by name": (lambda: contexts.extend(MODEL, "folder", PROMPT), "context must be a context"),
+    "a context and a model": (lambda: contexts.extend(FULL, MODEL, PROMPT), "model must be a model"),
+    "no context": (lambda: contexts.rows(None, [0]), "context must be a context"),
+    "one context to join": (lambda: contexts.join(None, None), "first must be a context"),
+    "a folder to save": (lambda: contexts.save("folder", "context"), "context must be a context"),
+    "a folder to load": (lambda: contexts.load(5, MODEL), "folder must be a path"),
+    "a codec by name": (lambda: contexts.load("folder", MODEL, codec="cachegen"), "codec must be a codec such as"),
+    "a cartridge of no context": (lambda: kvjax.cartridge(MODEL, "context", PROMPT), "prefilled must be a context"),
+    "a chat with a name": (lambda: kvjax.chat("kvjax-tiny", "Hello", FULL), "start must be a model"),
+    "a list of texts to chat": (lambda: kvjax.chat(MODEL, ["Hello"], FULL), "message must be a text"),
+    "a request of tokens": (lambda: Runner(MODEL, FULL, **RUNNER).submit([1, 2]), "a request must be"),
+    "an end of a request": (
+        lambda: Runner(MODEL, FULL, **RUNNER).submit(Request(tokens=[1], max_new_tokens=1, until="x")), "until must be",
+    ),
+    "bytes of a store": (lambda: kvjax.PrefixStore("1GB"), "max_bytes must be a number"),
+    "a store of bytes": (lambda: Runner(MODEL, FULL, **RUNNER, prefix_store=10**9), "prefix_store must be"),
+    "a path": (lambda: kvjax.load(None), "path_or_name must be a path"),
+    "a path of a calibration": (lambda: kvjax.load_calibration(5), "must be a path"),
+    "a path of programs": (lambda: kvjax.keep_programs(5), "folder must be a path"),
+    "rules as text": (lambda: kvjax.load("kvjax-tiny", rules="mlp=model"), "rules must be a kvjax.Rules"),
+    "weights as a list": (lambda: kvjax.load("kvjax-tiny", weights=["int4"]), r"weights=\['int4'\] is unknown"),
+    "a mesh of a number": (lambda: kvjax.make_mesh(4), "axes must be the axes of a mesh"),
+    "a rule of a number": (lambda: kvjax.Rules(batch=3), "rule batch must be axes of a mesh"),
+    "no devices": (lambda: devices.local_device([]), "devices is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_of_other_types(name):
+    call, match = WRONG[name]
+    with pytest.raises(KvjaxError, match=match):
+        call()
+
+
+def test_what_a_function_of_the_caller_returns():
+    with pytest.raises(InputError, match="until must return which of the 1 rows have ended"):
+        kvjax.generate(MODEL, PROMPT, FULL, max_new_tokens=9, until=lambda tokens: None)
 
 
 @pytest.mark.parametrize("value", [0, -3, 1.0, True, "2", None])

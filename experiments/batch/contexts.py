@@ -19,7 +19,7 @@ from experiments import results
 from experiments.batch.journal import Journal
 from experiments.batch.requests import Asked
 from kvjax.cache import Limits
-from kvjax.errors import CheckpointError, ConfigError, InputError
+from kvjax.errors import CheckpointError, ConfigError, InputError, KvjaxError
 from kvjax.generation.context import Context
 from kvjax.serve import Runner
 from kvjax.serve.prefix import room_of, text_of
@@ -61,6 +61,8 @@ def name_of(key: str | int) -> str:
 class Contexts:
     """The folder of a run. Use it as a context manager: the folder is locked meanwhile.
 
+    Of a run that is refused before it keeps anything, a folder that was made for it is removed.
+
     Attributes:
       limits: the sizes that the folder's first run has decided; None if there was none.
       codec: in which contexts are saved; None = as they are.
@@ -78,6 +80,7 @@ class Contexts:
         """
         self._shown, self._folder, self.codec = folder, Path(folder).expanduser().resolve(), codec
         self._last: tuple[str | int, Context] | None = None
+        self._made = results.missing(self._folder)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -97,7 +100,11 @@ class Contexts:
     def __enter__(self) -> "Contexts":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        refused = kind is not None and issubclass(kind, KvjaxError)
+        if refused and self._made and os.listdir(self._folder) == [LOCK]:
+            (self._folder / LOCK).unlink()
+            results.remove_empty(self._made)
         os.close(self._lock)
 
     def begin(self, asked: Sequence[Asked], limits: Limits, journal: Journal) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments import results
 from experiments.lines import divided
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, KvjaxError
 from kvjax.typing import Json, JsonObject
 
 SYNC_SECONDS = 1.0  # at least, between two calls that make the disk write
@@ -25,7 +25,8 @@ FILES = "contents of files"  # in what results depend on: a digest of each, by n
 class Journal:
     """The results of a run.
 
-    Use it as a context manager: at its end everything is on the disk.
+    Use it as a context manager: at its end everything is on the disk. Of a run that is refused before it has a result,
+    the files are removed, and folders that were made for them.
 
     Attributes:
       written: the number of results that are in the output.
@@ -47,6 +48,7 @@ class Journal:
         existed = self._path.exists()
         if output.exists() and not existed:
             raise ConfigError(f"--output={str(output)!r} exists, but not from an unfinished run; give another file.")
+        self._folders = results.missing(output.parent)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             self._journal = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -71,9 +73,15 @@ class Journal:
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with contextlib.suppress(OSError):
             self.sync()
+        refused = kind is not None and issubclass(kind, KvjaxError)
+        if refused and not (self.written or self._held):
+            with contextlib.suppress(OSError):
+                self._output_path.unlink()
+                self._path.unlink()
+            results.remove_empty(self._folders)
         self.close()
 
     def __contains__(self, index: int) -> bool:

@@ -23,6 +23,9 @@ def define(values: flags.FlagValues) -> None:
     def several(name: str, default: str | None, about: str) -> None:
         flags.DEFINE_list(name, default, about, flag_values=values)
 
+    def counts(name: str, default: str | None, about: str, least: int = 1) -> None:
+        flags.DEFINE(cli.CountList(least), name, default, about, flag_values=values)
+
     several("against", "transformers", f"comma-separated peers ({', '.join(peers.PEERS)}), or none")
     several("python", "", "comma-separated PEER=INTERPRETER, for peers that are installed in other environments")
     several("policies", "h2o", "comma-separated policies of kvjax; the others are compared with the first")
@@ -30,7 +33,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_float("budget", 0.2, "budget as a fraction of the context", 0.0, 1.0, flag_values=values)
     whole("batch", None, "number of rows; default: that of each benchmark")
     several("weights", "none", "for `decode`: also run the first policy with weights quantized to int8, int4 or int2")
-    several(
+    counts(
         "context",
         None,
         "number of prompt tokens, a list for `memory` and `selections`; default: that of each benchmark",
@@ -63,13 +66,13 @@ def define(values: flags.FlagValues) -> None:
     )
     text("data", None, "folder with the multiple-choice tasks, for `lm_eval`")
     several("questions", "copa,piqa,mathqa", f"tasks for `lm_eval`, of {', '.join(multiple_choice.TASKS)}")
-    several("shots", "0", "number of examples before each question, for `lm_eval`")
+    counts("shots", "0", "number of examples before each question, for `lm_eval`", 0)
     several("examples", "first", "how examples are chosen, for `lm_eval`: first (of a file), drawn (for each question)")
     whole("documents", 100, "number of questions per task, and of pieces of the text, for `lm_eval` and `answers`")
     whole("requests", 2000, "number of requests, for `serve` and `prefixes`")
     about = "for `speculate`: what drafts, a selection, seen(POLICY) or own(POLICY); default several of these"
     flags.DEFINE_multi_string("drafts", [], about, flag_values=values)
-    several("gammas", "4", "for `speculate`: numbers of drafts of a round")
+    counts("gammas", "4", "for `speculate`: numbers of drafts of a round")
     about = "for `speculate`: also compute α by kvjax.analysis.acceptance, which reads each prompt twice more"
     flags.DEFINE_bool("acceptance", False, about, flag_values=values)
     about = "for `speculate`: where the model's cache is; slots that draft are on the device"

@@ -36,7 +36,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     """
     sizes = lengths(values) or [CONTEXT]
     if len(sizes) > 1:
-        raise ConfigError(f"bench acceptance takes one --context; got {','.join(values.context)}.")
+        raise ConfigError(f"bench acceptance takes one --context; got {','.join(map(str, sizes))}.")
     (context,) = sizes
     model = model_of(values, context + values.tokens + 2)
     prompt = prompts(values, model, context, ROWS)

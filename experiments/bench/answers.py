@@ -41,7 +41,7 @@ def check(values: flags.FlagValues) -> None:
     if unknown := [cache for cache in values.caches if cache not in PROMPT_PRESSES]:
         raise ConfigError(f"--caches={unknown[0]}: no press is known for it; known: {'; '.join(PROMPT_PRESSES)}.")
     if len(lengths(values)) > 1:
-        raise ConfigError(f"bench answers takes one --context; got {','.join(values.context)}.")
+        raise ConfigError(f"bench answers takes one --context; got {','.join(map(str, values.context))}.")
 
 
 def run(values: flags.FlagValues) -> list[JsonObject]:

@@ -15,7 +15,7 @@ from absl import flags
 
 import kvjax
 from experiments.bench.contestants import lengths
-from experiments.bench.speculate import drafter, gammas_of, model_of
+from experiments.bench.speculate import drafter, model_of
 from experiments.bench.speculate import prompts as prompts_of
 from experiments.config import JOINED
 from kvjax import contexts, policies
@@ -55,9 +55,9 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     """
     sizes = lengths(values) or [CONTEXT]
     if len(sizes) > 1:
-        raise ConfigError(f"bench equality takes one --context, the longest prompt; got {','.join(values.context)}.")
+        raise ConfigError(f"bench equality takes one --context, the longest prompt; got {','.join(map(str, sizes))}.")
     (longest,) = sizes
-    gammas = gammas_of(values) if values["gammas"].present else GAMMAS
+    gammas = values.gammas if values["gammas"].present else GAMMAS
     model = model_of(values, longest + values.tokens + max(gammas) + 1)
     drafts = {text: draft_of(text, model, values.slots) for text in values.drafts or DRAFTS}
     tokens = prompts_of(values, model, longest, ROWS)

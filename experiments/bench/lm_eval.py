@@ -63,8 +63,8 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
         rows: list[dict[str, Any]] = []
         for task, every in questions.items():
             # The same questions in all rows: those that are no examples.
-            asked = every[max(map(int, values.shots)) :][: values.documents]
-            for shots in map(int, values.shots):
+            asked = every[max(values.shots) :][: values.documents]
+            for shots in values.shots:
                 for kind in values.examples if shots else ("none",):
                     examples: list[multiple_choice.Question] = []
                     if kind == FIRST:

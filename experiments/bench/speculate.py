@@ -77,7 +77,7 @@ def drafter(text: str, slots: int) -> Drafter:
 
 def run(values: flags.FlagValues) -> list[JsonObject]:
     """A row for every length, draft and γ; see `one_setting`."""
-    contexts, gammas = lengths(values) or [CONTEXT], gammas_of(values)
+    contexts, gammas = lengths(values) or [CONTEXT], values.gammas
     drafts = {text: drafter(text, values.slots) for text in values.drafts or DRAFTS}
     room = max(values.tokens, max(gammas) + 2)  # a block of drafts, and a token after it
     model = model_of(values, max(contexts) + room)
@@ -106,22 +106,21 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     return rows
 
 
-def gammas_of(values: flags.FlagValues) -> list[int]:
-    """Returns the numbers of drafts of --gammas.
+def model_of(values: flags.FlagValues, positions: int) -> kvjax.Model:
+    """Returns the model of --model, or one of random weights of --shape that takes `positions` tokens.
 
     Raises:
-      ConfigError: one is no number of at least 1.
+      ConfigError: the model was trained on shorter texts.
     """
-    if not all(each.isdecimal() and int(each) for each in values.gammas):
-        raise ConfigError(f"--gammas={','.join(values.gammas)!r} is not valid; give numbers of drafts, such as 2,4.")
-    return [int(each) for each in values.gammas]
-
-
-def model_of(values: flags.FlagValues, positions: int) -> kvjax.Model:
-    """Returns the model of --model, or one of random weights of --shape that takes `positions` tokens."""
     if values.shape:
         return random_model(shape(values.shape), positions, values.dtype)
-    return kvjax.load(values.model or MODEL, dtype=values.dtype)
+    model = kvjax.load(values.model or MODEL, dtype=values.dtype)
+    if positions > model.config.max_positions:
+        raise ConfigError(
+            f"prompts and what follows them take {positions:,} tokens, and {values.model or MODEL} was trained on "
+            f"texts of at most {model.config.max_positions:,}; lower --context or --tokens."
+        )
+    return model
 
 
 def prompts(values: flags.FlagValues, model: kvjax.Model, context: int, rows: int = 1) -> np.ndarray:

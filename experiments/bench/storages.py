@@ -32,7 +32,7 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     rounds, tokens, budget = values.rounds, values.tokens, values.slots
     batch, (context, *others) = values.batch or 1, lengths(values) or [budget + 1]
     if others:
-        raise ConfigError(f"give one --context for `storages`, not {values.context}.")
+        raise ConfigError(f"give one --context for `storages`, not {','.join(map(str, values.context))}.")
     config = shape(values.shape or "opt-125m")
     model = random_model(config, context + (rounds + 1) * tokens, values.dtype)
     specs = combinations(budget)

@@ -1,5 +1,6 @@
 """Prints plans of serving; see `experiments.simulate`."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ from kvjax.planning import (
     preemption,
     storage_attention,
 )  # fmt: skip
-from kvjax.planning.serving_costs import Budget, ServedModel, evicting_layers, layer_budgets, serving_costs
+from kvjax.planning.served_model import Budget, ServedModel, evicting_layers, layer_budgets
+from kvjax.planning.serving_costs import serving_costs
 from kvjax.planning.topologies import find_target
 from kvjax.policies import Evict, h2o, window
 from kvjax.specs import parse
@@ -60,12 +62,19 @@ def _device(values: flags.FlagValues) -> Device:
     return target.device
 
 
-def _caches(values: flags.FlagValues) -> list[tuple[str, Budget]]:
-    """Returns the full cache, and the one that a command line asks for, with their names."""
+def _caches(values: flags.FlagValues) -> list[tuple[str, Callable[[int], Budget]]]:
+    """Returns the full cache, and the one that a command line asks for.
+
+    Returns:
+      The name of each, and its slots by the number of tokens of a prompt, of which some budgets are a share.
+    """
     if values.policy is None:
-        return [("full", None), (f"{values.budget} slots", values.budget)]
-    budgets = layer_budgets(parse.build("policy", values.policy), shapes.by_name(values.shape), values.tokens)
-    return [("full", None), (values.policy, budgets)]
+        return [("full", lambda prompt: None), (f"{values.budget} slots", lambda prompt: values.budget)]
+    policy, config = parse.build("policy", values.policy), shapes.by_name(values.shape)
+    return [
+        ("full", lambda prompt: None),
+        (values.policy, functools.cache(lambda prompt: layer_budgets(policy, config, prompt))),
+    ]
 
 
 def _percentiles(values: flags.FlagValues) -> list[float]:
@@ -87,11 +96,15 @@ def _numbers(flag: str, given: Sequence[str], example: str) -> list[float]:
 
 def _serving(model: ServedModel, values: flags.FlagValues) -> Rows:
     rows = []
-    for name, budget in _caches(values):
-        summed = evicting_layers(model.runs(budget))
-        made = serving_costs(model, _device(values), values.tokens, budget=budget, statistics_layers=summed)
+    for name, of_prompt in _caches(values):
+        budget = of_prompt(values.tokens)
+        made = serving_costs(
+            model, _device(values), values.tokens, budget=budget, statistics_layers=evicting_layers(model.runs(budget)),
+            host_memory=_bytes("host_memory", values.host_memory),
+        )  # fmt: skip
         rows.append({
-            "cache": name, "bytes of a row": size(made.cache), "rows": made.rows, "prompt, s": made.prefill,
+            "cache": name, "bytes of a row": size(made.cache),
+            **({"on the host": size(made.host)} if made.host else {}), "rows": made.rows, "prompt, s": made.prefill,
             "token of one row, ms": 1e3 * made.decode_step_one_row, "of all rows, ms": 1e3 * made.decode_step_all_rows,
             "exchange with the host, ms": 1e3 * made.switch,
         })  # fmt: skip
@@ -101,7 +114,9 @@ def _serving(model: ServedModel, values: flags.FlagValues) -> Rows:
 def _layouts(model: ServedModel, values: flags.FlagValues) -> Rows:
     device = _device(values)
     assert device.memory is not None
-    options = {"longest": values.longest, "budget": _caches(values)[1][1], "granule": values.granule}
+    # The number of slots is that of the longest prompt, whatever the text.
+    budget = _caches(values)[1][1](values.longest)
+    options = {"longest": values.longest, "budget": budget, "granule": values.granule}
     row = memory_layouts.row_bytes(model, values.tokens, **options)
     turns = preemption.random_trace(
         values.users, values.turns, rate=values.rate, prompt=values.prompt, output=values.output, seed=values.seed
@@ -132,7 +147,7 @@ def _preemption(model: ServedModel, values: flags.FlagValues) -> Rows:
     )
     rows, shown = [], _percentiles(values)
     for name, budget in _caches(values):
-        name = "full, pages" if budget is None else name
+        name = "full, pages" if name == "full" else name
         for keep_host, overlap in ((False, False), (True, False), (True, True)):
             made = preemption.simulate_preemption(
                 model, _device(values), trace, budget=budget, frequency=values.frequency,
@@ -285,6 +300,7 @@ def _rates(values: flags.FlagValues) -> tuple[float, float]:
 
 def _blend(model: ServedModel, values: flags.FlagValues) -> Rows:
     flops, link = _rates(values)
+    model.check_on_device("blend")
     prefill = model.prefill_flops(values.tokens) / flops / model.layers
     places = {"host memory": link} | {
         f"{each:.3g} bytes/s": each for each in _numbers("load_rates", values.load_rates, "5e9,1e9")

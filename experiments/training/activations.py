@@ -26,7 +26,7 @@ from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.host_memory import DEVICE, PINNED
 from kvjax.parallel.sharding import Params
 from kvjax.planning.offload_shares import host_share
-from kvjax.planning.serving_costs import ServedModel
+from kvjax.planning.served_model import ServedModel
 
 Array = jax.Array
 Apply = Callable[[dict[str, Any], Array], tuple[Array, Any]]

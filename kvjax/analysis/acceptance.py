@@ -14,7 +14,7 @@ from kvjax.cache.planning.limits import power_of_two
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.generation.program import program
 from kvjax.generation.sampling import Greedy
@@ -100,7 +100,7 @@ def acceptance(
       PolicyError: see `kvjax.generate`; or a draft that reads slots which it chooses anew in each round.
       StorageError: see `kvjax.generate`.
     """
-    options = (options or CacheOptions()).updated(cache, "acceptance")
+    options = options_of(options, cache, "acceptance")
     (level,) = _levels(model, draft, draft_model)
     other = model if level.model is None else level.model
     if isinstance(level.draft, Selection):

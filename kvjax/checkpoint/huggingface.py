@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from kvjax import host, products
+from kvjax.arguments import check_type
 from kvjax.checkpoint import gguf, names, quantized, readers, shards
 from kvjax.checkpoint.locate import FORMATS, listing, locate, shorten
 from kvjax.checkpoint.readers import Stored
@@ -85,6 +86,9 @@ def load(
     mesh = make_mesh(mesh) if isinstance(mesh, str) else mesh
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f'mesh must be a mesh, or its axes such as "data:2,model:4"; got {shown(mesh)}.')
+    if rules is not None:
+        valid = "a kvjax.Rules, such as kvjax.Rules(mlp='model') or kvjax.Rules.parse('mlp=model')"
+        check_type("rules", rules, Rules, valid, error=ConfigError)
     if mesh is None:
         return _load(locate(path_or_name), dtype, mesh, rules or Rules(), host_weights, weights)
     distributed.check_mesh(mesh)

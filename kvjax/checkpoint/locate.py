@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.arguments import check_path
 from kvjax.checkpoint import quantized, readers
 from kvjax.checkpoint.gguf.container import SUFFIX
 from kvjax.checkpoint.readers import Stored
@@ -87,6 +88,7 @@ PACKAGED = {
 
 def locate(path_or_name: str | Path) -> Path:
     """Returns the folder of a checkpoint, which is downloaded if it is on the hub, or a GGUF file."""
+    check_path("path_or_name", path_or_name, error=CheckpointError)
     path = Path(path_or_name).expanduser()
     if path.suffix == SUFFIX and path.is_file():
         return path

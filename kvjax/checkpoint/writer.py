@@ -15,11 +15,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from kvjax.arguments import check_path
 from kvjax.cache import shared_prefix
 from kvjax.checkpoint import chat, names, quantized, readers
 from kvjax.errors import CheckpointError
 from kvjax.models import families, generation_config
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params, PyTree
 from kvjax.products.quantized import dequantize, is_quantized
@@ -54,6 +55,8 @@ def save(model: Model, folder: str | Path) -> None:
         are not those of the configuration.
       KvjaxError: in the other processes, if the first one cannot write.
     """
+    check_model(model)
+    check_path("folder", folder)
     shared_prefix.refuse(model.params, "kvjax.save")
     folder = Path(folder).expanduser().resolve()
     raw = families.write(model.config)

@@ -18,7 +18,7 @@ from kvjax.contexts.feed import copy_rows
 from kvjax.contexts.room import in_arrays, with_sizes
 from kvjax.contexts.turns import same_calibration, same_weights
 from kvjax.errors import InputError
-from kvjax.generation.context import Context, padded_rows
+from kvjax.generation.context import Context, check_context, padded_rows
 from kvjax.parallel import host_memory
 
 Array = jax.Array
@@ -35,6 +35,7 @@ def rows(context: Context, indices: ArrayLike) -> Context:
     Raises:
       InputError: an index is not that of a row, or there is none.
     """
+    check_context(context)
     chosen = np.asarray(indices)
     if chosen.ndim != 1 or not chosen.size or not np.issubdtype(chosen.dtype, np.integer) or (
         chosen.min() < 0 or chosen.max() >= context.num_rows
@@ -57,6 +58,8 @@ def join(first: Context, second: Context) -> Context:
     Raises:
       InputError: the contexts are of different models or caches, or their arrays have different sizes and cannot grow.
     """
+    check_context(first, "first")
+    check_context(second, "second")
     _check_alike(first, second)
     first, second = _in_larger_arrays(first, second)
     states = [first.state, arranged_state(second.state, stacked_runs(first.state.layers))]

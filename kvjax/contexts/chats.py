@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kvjax.arguments import plain_signature
+from kvjax.arguments import check_type, plain_signature
 from kvjax.cache.spec import CacheSpec
 from kvjax.checkpoint.chat import Message
 from kvjax.checkpoint.encoding import Tokenizer
@@ -84,6 +84,7 @@ def chat(
       NonFiniteError: see `kvjax.generate`.
       KvjaxError: see `kvjax.contexts.prefill`.
     """
+    check_type("start", start, (Model, Context), "a model, to begin a conversation, or Reply.context, to continue one")
     messages = _messages(message)
     if isinstance(start, Model):
         if policy is None:
@@ -160,8 +161,12 @@ def _messages(message: str | Message | Sequence[Message]) -> Sequence[Message]:
         return [{"role": "user", "content": message}]
     if isinstance(message, Mapping):
         return [message]
-    if not isinstance(message, list | tuple) or not message:
-        raise InputError(f"message must be a text, a message or several; got {shown(message)}.")
+    whole = isinstance(message, list | tuple) and bool(message) and all(isinstance(each, Mapping) for each in message)
+    if not whole:
+        raise InputError(
+            "message must be a text, a message such as {'role': 'user', 'content': 'Hello'}, or a list of messages; "
+            f"got {shown(message)}."
+        )
     return message
 
 

@@ -6,18 +6,19 @@ from typing import NamedTuple, Unpack
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax.arguments import check_type
 from kvjax.cache.spec import CacheSpec
 from kvjax.contexts.feed import Plan, score_copies
 from kvjax.contexts.turns import planned_turn
 from kvjax.errors import InputError
 from kvjax.generation import compiling
-from kvjax.generation.context import Context
+from kvjax.generation.context import Context, check_context
 from kvjax.generation.generate import check_room
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.inputs import check_batch, check_no_text
 from kvjax.models.config import DecoderConfig
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.numerics.finite import error_of
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
@@ -84,7 +85,7 @@ def score_choices(
       NonFiniteError: if a log-probability is not finite; ``error.rows`` are contexts, and ``error.result`` has all
         scores.
     """
-    options = (options or CacheOptions()).updated(cache, "score_choices")
+    options = options_of(options, cache, "score_choices")
     model, spec = options.resolve(model, policy)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     asked = _check_choices(model.config, choices, batch.lengths)
@@ -116,6 +117,8 @@ def score_prefilled(
         decoding have too few slots.
       NonFiniteError: see `score_choices`.
     """
+    check_model(model)
+    check_context(prefilled, "prefilled")
     lengths = distributed.to_host(prefilled.state.length)[: prefilled.num_rows]
     asked = _check_choices(model.config, choices, lengths)
     if longest := max((len(each) for own in asked for each in own), default=0):
@@ -164,9 +167,12 @@ def _check_choices(
     config: DecoderConfig, choices: Sequence[Sequence[Sequence[int]]], lengths: np.ndarray
 ) -> list[list[np.ndarray]]:
     """Returns the checked choices of each context, [n] int32 each."""
+    check_type("choices", choices, (list, tuple, np.ndarray), "for each context a list of its continuations")
     if len(choices) != len(lengths):
         raise InputError(f"choices must be {len(lengths)} lists, one per context; got {len(choices)}.")
     check_no_text("choices", choices)
+    for row, each in enumerate(choices):
+        check_type(f"the choices of context {row}", each, (list, tuple, np.ndarray), "a list of rows of token ids")
     asked = [[np.asarray(each) for each in own] for own in choices]
     for row, own in enumerate(asked):
         for ids in own:

@@ -15,18 +15,19 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, Protocol, Unpack
+from typing import ClassVar, Protocol, Unpack, runtime_checkable
 
 import numpy as np
 
+from kvjax.arguments import check_path
 from kvjax.cache.layer_stack import arranged_state
 from kvjax.cache.spec import CacheSpec
 from kvjax.checkpoint import orbax
 from kvjax.contexts.description import arrays_digest, describe, fields_digest, on_its_memory, restore, state_shapes
-from kvjax.errors import CheckpointError
-from kvjax.generation.context import Context
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
-from kvjax.models.model import Model
+from kvjax.errors import CheckpointError, InputError, shown
+from kvjax.generation.context import Context, check_context
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
+from kvjax.models.model import Model, check_model
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
 from kvjax.typing import JsonObject
@@ -73,6 +74,7 @@ def _forget_success(future: Future[None]) -> None:
         _unfinished.discard(future)
 
 
+@runtime_checkable
 class ContextCodec(Protocol):
     """A codec of contexts, such as `kvjax.transport.CacheGen`.
 
@@ -134,7 +136,9 @@ def save(folder: str | Path, context: Context, *, codec: ContextCodec | None = N
       InputError: the model and the cache of the context are not known, or the codec cannot code them.
       ConfigError: the model is divided over several processes.
     """
-    path = Path(folder).expanduser().resolve()
+    check_context(context)
+    _check_codec(codec)
+    path = _path(folder)
     tokens, resolved = context.tokens, context.resolved
     about = describe(context, "contexts.save")
     assert tokens is not None and resolved is not None
@@ -153,6 +157,22 @@ def save(folder: str | Path, context: Context, *, codec: ContextCodec | None = N
             (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
 
     return _saved(write, wait)
+
+
+def _path(folder: object) -> Path:
+    """Returns the absolute path of a folder that is given.
+
+    Raises:
+      InputError: it is no path.
+    """
+    check_path("folder", folder)
+    return Path(folder).expanduser().resolve()  # type: ignore[arg-type]  # a path
+
+
+def _check_codec(codec: object) -> None:
+    """Raises an `InputError` for what is no `ContextCodec`."""
+    if codec is not None and not (isinstance(codec, ContextCodec) and not isinstance(codec, type)):
+        raise InputError(f"codec must be a codec such as kvjax.transport.CacheGen(2), or None; got {shown(codec)}.")
 
 
 def _saved(write: Callable[[], None], wait: bool) -> Saving:
@@ -200,9 +220,11 @@ def load(
       PolicyError: see `kvjax.generate`.
       StorageError: see `kvjax.generate`.
     """
-    options = (options or CacheOptions()).updated(cache, "load")
+    options = options_of(options, cache, "load")
+    check_model(model)
+    _check_codec(codec)
     distributed.check_alone(model.params, "contexts.load")
-    path = Path(folder).expanduser().resolve()
+    path = _path(folder)
     about = read_json(path / ABOUT, "context")
     if about.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a context of this version of kvjax: format {about.get('format')!r}.")

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.arguments import number_argument, plain_signature
+from kvjax.arguments import check_type, number_argument, plain_signature
 from kvjax.cache.planning.lowering import budgets_of
 from kvjax.cache.spec import CacheSpec
 from kvjax.contexts.rewinding import reason_against, rewind
@@ -190,6 +190,8 @@ class PrefixStore:
             without a hash; or the store has contexts of several caches, and `made` is None.
         """
         check_namespace(namespace)
+        if made is not None:
+            check_type("made", made, Made, "the model and the cache of a context, as in context.made")
         kind = self._kind(made, namespace)
         check_one_row("tokens", tokens)
         if boundaries is not None:

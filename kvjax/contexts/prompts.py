@@ -14,7 +14,7 @@ from kvjax.contexts.room import reason_for_steps
 from kvjax.contexts.turns import extend
 from kvjax.errors import InputError, shown
 from kvjax.generation.context import Context
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.generation.prefill import run_batch
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.model import Model
@@ -56,7 +56,7 @@ def prefill(
       StorageError: see `kvjax.generate`.
       ConfigError: see `kvjax.generate`.
     """
-    options = (options or CacheOptions()).updated(cache, "prefill")
+    options = options_of(options, cache, "prefill")
     model, spec = options.resolve(model, policy)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     longest = int(batch.lengths.max())

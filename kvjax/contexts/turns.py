@@ -23,12 +23,12 @@ from kvjax.contexts.room import (
 )
 from kvjax.errors import InputError
 from kvjax.generation import compiling
-from kvjax.generation.context import Boundaries, Context, Span, padded_rows, spans_with, turn_of
+from kvjax.generation.context import Boundaries, Context, Span, check_context, padded_rows, spans_with, turn_of
 from kvjax.generation.continuations import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder_layer import POLICY, SIDES, SKEW
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.parallel import distributed
 
 TURNS = ("append", "compress")
@@ -152,8 +152,10 @@ def own_model(model: Model, context: Context) -> Model:
     """Returns the model of a context, which has the calibration of its cache.
 
     Raises:
-      InputError: the model that is given is another one.
+      InputError: the model that is given is another one, or either is of another type.
     """
+    check_model(model)
+    check_context(context)
     if context.made is None or model is context.made.model:
         return model
     own = context.made.model

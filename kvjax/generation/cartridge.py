@@ -14,13 +14,13 @@ from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
 from kvjax.errors import InputError
-from kvjax.generation.context import Context
+from kvjax.generation.context import Context, check_context
 from kvjax.generation.continuations import takes_blocks, without_step_kernels
 from kvjax.generation.generate import check_room
 from kvjax.inputs import check_batch
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.policies.matched import LOG_WEIGHT
@@ -84,8 +84,10 @@ def cartridge(
     """
     import optax
 
+    check_model(model)
     distributed.check_alone(model.params, "training of slots")
     shared_prefix.refuse(model.params, "training of slots")
+    check_context(prefilled, "prefilled")
     steps = count_argument("steps", steps, error=InputError)
     learning_rate = number_argument("learning_rate", learning_rate, minimum=0.0, maximum=float("inf"), error=InputError)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)

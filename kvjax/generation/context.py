@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from kvjax.arguments import check_type
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.spec import CacheSpec
@@ -127,6 +128,15 @@ class Context(NamedTuple):
             for own, old, new in zip(self.boundaries, before, rows, strict=True)
         )
         return self._replace(tokens=padded_rows(rows, self.logits.shape[0]), boundaries=spans)
+
+
+def check_context(context: object, name: str = "context") -> None:
+    """Checks that an argument is a `Context`.
+
+    Raises:
+      InputError: it is not.
+    """
+    check_type(name, context, Context, "a context, from kvjax.contexts.prefill or another function of contexts")
 
 
 def padded_rows(rows: Sequence[np.ndarray], count: int) -> np.ndarray:

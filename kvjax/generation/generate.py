@@ -18,15 +18,15 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState
 from kvjax.errors import InputError, shown
 from kvjax.generation import compiling, selection_record
-from kvjax.generation.context import Context
+from kvjax.generation.context import Context, check_context
 from kvjax.generation.decoding import CHUNK, Carry, decode_steps, first_token, nothing_forced
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.generation.prefill import run_prefill
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling, penalty_of
 from kvjax.generation.selection_record import Record
 from kvjax.inputs import check_count, check_stop
 from kvjax.models.calibrate import Needs, with_calibration
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.numerics.finite import PAD, check_finite
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
@@ -132,7 +132,7 @@ def generate(
       NonFiniteError: if the log-probability of a token is not finite. Its row ends there, and the error is raised when
         the other rows have ended; ``error.result`` is the `Generation`.
     """
-    options = (options or CacheOptions()).updated(cache, "generate")
+    options = options_of(options, cache, "generate")
     if speculate is not None:
         for name, given in (("stream", stream), ("until", until), ("record", record or None)):
             if given is not None:
@@ -201,6 +201,11 @@ def decode(
       StorageError: if the storage needs a calibration that the model has not, or the one that is given does not fit.
       NonFiniteError: see `generate`.
     """
+    check_model(model)
+    check_context(prefilled, "prefilled")
+    for name, given in (("stream", stream), ("until", until)):
+        if given is not None and not callable(given):
+            raise InputError(f"{name} must be a function, or None; got {shown(given)}.")
     held = [[group.storage for group in layer] for layer in prefilled.layout.decode]
     # Groups of heads that hold every token exactly need none.
     storages = tuple(next((each for each in layer if required(each)), layer[0]) for layer in held)
@@ -239,7 +244,7 @@ def decode(
         forced = model.place(nothing)
         while done < max_new_tokens and (not may_end or bool(distributed.to_host(carry.active).any())):
             if until is not None:
-                carry = _ended(carry, until(np.concatenate([ids for ids, _ in produced], axis=1)))
+                carry = _ended(carry, until(np.concatenate([ids for ids, _ in produced], axis=1)), rows)
             steps = min(1 if stream else UNTIL_EVERY if until else CHUNK, max_new_tokens - done)
             with compiling.announced(compiling.tokens_of(prefilled.layout.decode)):
                 carry, ids, logprobs, own = decode_steps(
@@ -289,9 +294,16 @@ def seen_tokens(prefilled: Context, sampler: Sampler) -> np.ndarray | None:
     return seen[:, :-1]
 
 
-def _ended(carry: Carry, ended: np.ndarray) -> Carry:
-    """Returns the carry in which rows, [B] bool, have ended."""
-    ended = np.pad(np.asarray(ended, bool), (0, carry.active.shape[0] - len(ended)))
+def _ended(carry: Carry, ended: np.ndarray, rows: int) -> Carry:
+    """Returns the carry in which rows, [B] bool, have ended.
+
+    Raises:
+      InputError: `ended` has another shape or type, as the result of a caller's function.
+    """
+    ended = np.asarray(ended)
+    if ended.shape != (rows,) or ended.dtype != bool:
+        raise InputError(f"until must return which of the {rows} rows have ended, [B] bool; got {shown(ended)}.")
+    ended = np.pad(ended, (0, carry.active.shape[0] - rows))
     # The sharding of the rows stays as it is.
     return carry._replace(active=carry.active & ~distributed.put(ended, carry.active.sharding))
 

@@ -20,7 +20,7 @@ from kvjax.generation import compiling, selection_record
 from kvjax.generation.context import Context
 from kvjax.generation.decoding import CHUNK, decode_steps, first_token
 from kvjax.generation.generate import check_room
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.generation.program import program
 from kvjax.generation.sampling import Greedy
@@ -105,7 +105,7 @@ def log_likelihood(
       NonFiniteError: if a log-probability is not finite; ``error.result`` is the `LogLikelihood`. Not raised while a
         gradient is traced.
     """
-    options = (options or CacheOptions(implementation="xla")).updated(cache, "log_likelihood")
+    options = options_of(options, cache, "log_likelihood", implementation="xla")
     model, spec = options.resolve(model, policy)
     limits = options.limits
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)

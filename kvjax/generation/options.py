@@ -5,12 +5,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar
 
-from kvjax.arguments import did_you_mean, plain_signature
+from kvjax.arguments import check_type, did_you_mean, plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.models.calibrate import calibrated
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
@@ -85,11 +85,34 @@ class CacheOptions:
         """Returns the model with the calibration of the cache, and the specification of the cache.
 
         Raises:
+          InputError: the model is of another type.
           PolicyError: see `spec`; or the calibration of the policy is missing, or belongs to another policy.
           StorageError: the storage needs a calibration and has none, or the calibration is for another one.
         """
+        check_model(model)
         spec = self.spec(policy)
         return calibrated(model, spec, self.calibration), spec
+
+
+def options_of(
+    options: CacheOptions | None, keywords: Mapping[str, Any], function: str, **defaults: Any
+) -> CacheOptions:
+    """Returns the options of a call: ``options=``, with the fields that were given one by one.
+
+    Args:
+      options: those that were given; None = the defaults.
+      keywords: the fields that were given one by one, by name.
+      function: that is called, for errors.
+      **defaults: fields that have another default in this function.
+
+    Raises:
+      InputError: `options` is no `CacheOptions`.
+      TypeError: there is no such field.
+    """
+    if options is None:
+        options = CacheOptions(**defaults)
+    check_type("options", options, CacheOptions, "kvjax.CacheOptions(...), or None")
+    return options.updated(keywords, function)
 
 
 def cache_keywords(**defaults: Any) -> Callable[[F], F]:

@@ -26,7 +26,7 @@ from kvjax.cache.state import Block, KVState
 from kvjax.generation import compiling, layer_calls, prompt_reuse, prompt_store
 from kvjax.generation.context import PAD, Context, Made, Span
 from kvjax.generation.layer_calls import GroupBudgets
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.generation.program import program
 from kvjax.generation.prompt_end import converted
 from kvjax.generation.prompt_replay import replayed
@@ -67,7 +67,7 @@ def prefill(
       PolicyError: see `kvjax.generate`.
       StorageError: see `kvjax.generate`.
     """
-    options = (options or CacheOptions()).updated(cache, "prefill")
+    options = options_of(options, cache, "prefill")
     model, spec = options.resolve(model, policy)
     return run_prefill(model, spec, tokens, lengths, max_new_tokens, options)
 

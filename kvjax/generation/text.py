@@ -10,12 +10,12 @@ from kvjax.cache import shared_prefix
 from kvjax.cache.spec import CacheSpec
 from kvjax.checkpoint.chat import Message
 from kvjax.checkpoint.encoding import EncodedBatch, Tokenizer, padded
-from kvjax.errors import InputError, NonFiniteError
+from kvjax.errors import InputError, NonFiniteError, shown
 from kvjax.generation.detokenize import text_after
 from kvjax.generation.generate import Generation, generate
 from kvjax.generation.sampling import Sampler
 from kvjax.models.generation_config import FILE
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.policies.base import Policy
 from kvjax.summary import one_line
 
@@ -77,6 +77,7 @@ def generate_text(
       NonFiniteError: see `kvjax.generate`; ``error.result`` is the `TextGeneration`.
       KvjaxError: see `kvjax.generate`.
     """
+    check_model(model)
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise InputError("the model has no tokenizer, which texts need; give token ids to `kvjax.generate`.")
@@ -117,7 +118,15 @@ def _items(texts: Text | Sequence[Text]) -> Sequence[Text]:
         return [texts]
     if not isinstance(texts, Sequence) or not texts:
         raise InputError(f"texts must be a string, a conversation or a sequence of these; got {texts!r}.")
-    return [texts] if isinstance(texts[0], Mapping) else texts  # type: ignore[return-value,list-item]
+    items: Any = [texts] if isinstance(texts[0], Mapping) else texts
+    for number, each in enumerate(items):
+        conversation = isinstance(each, list | tuple) and bool(each) and all(isinstance(one, Mapping) for one in each)
+        if not (isinstance(each, str) or conversation):
+            raise InputError(
+                f"text {number} must be a string, or a conversation, a list of messages; got {shown(each)}."
+            )
+    found: Sequence[Text] = items
+    return found
 
 
 def _encoded(tokenizer: Tokenizer, item: Text, number: int, template: str | None, *, bos: bool) -> list[int]:

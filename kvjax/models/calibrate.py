@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax.arguments import check_type
 from kvjax.cache import shared_prefix
 from kvjax.cache.planning.layout import Group
 from kvjax.cache.spec import CacheSpec, as_spec
@@ -22,7 +23,7 @@ from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig, model_sizes
 from kvjax.models.decoder_layer import POLICY, SIDES, run_layer
 from kvjax.models.gradients import gradients
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
@@ -80,6 +81,8 @@ def calibrate(
       PolicyError: a policy that needs no calibration, or whose parameters are trained.
       ConfigError: a model that is spread over several processes.
     """
+    check_model(model)
+    _check_what(what)
     storage, parameters = _storage(what), _parameters(what)
     if not required(storage) and not parameters:
         if isinstance(what, Storage):
@@ -129,9 +132,17 @@ def calibrated(model: Model, what: Storage | Policy | CacheSpec, calibration: Ca
       StorageError: a storage that needs a calibration and has none, or one that is for another storage or model.
       PolicyError: the same, for a policy; or a cache that rows after a shared prefix cannot have.
     """
+    check_model(model)
+    _check_what(what)
     if not isinstance(what, Storage):
         shared_prefix.check_rows(model.params, as_spec(what))
     return with_calibration(model, needs_of(what, model.config.num_layers), calibration)
+
+
+def _check_what(what: object) -> None:
+    """Raises a `PolicyError` for what is neither a storage nor a policy nor a `CacheSpec`."""
+    valid = "a storage such as kvjax.storage.int8(), a policy such as kvjax.policies.h2o(0.2), or a kvjax.CacheSpec"
+    check_type("what is calibrated", what, (Storage, Policy, CacheSpec), valid, error=PolicyError)
 
 
 def needs_of(what: Storage | Policy | CacheSpec, num_layers: int) -> Needs:

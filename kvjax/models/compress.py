@@ -12,7 +12,7 @@ from kvjax.errors import StorageError
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder_layer import SIDES, SKEW
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.models.skew import can_fold
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
@@ -39,6 +39,7 @@ def compress_kv_heads(model: Model, calibration: Calibration, heads: int) -> Mod
         keys are rotated or normalised after their projection, or one whose weights are codes.
       ConfigError: a model that is spread over several processes.
     """
+    check_model(model)
     distributed.check_alone(model.params, "compress_kv_heads")
     shared_prefix.refuse(model.params, "compress_kv_heads")
     config = model.config

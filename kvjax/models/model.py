@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from kvjax.arguments import check_type
 from kvjax.models.config import DecoderConfig
 from kvjax.models.generation_config import GenerationConfig
 from kvjax.parallel import distributed, sharding
@@ -16,6 +17,15 @@ from kvjax.parallel.sharding import Params, PyTree
 
 if TYPE_CHECKING:
     from kvjax.checkpoint.tokenizer import Tokenizer
+
+
+def check_model(model: object, name: str = "model") -> None:
+    """Checks that an argument is a `Model`.
+
+    Raises:
+      InputError: it is not.
+    """
+    check_type(name, model, Model, "a model, as kvjax.load('kvjax-tiny') returns it")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder_layer import POLICY
 from kvjax.models.experts import ROUTER
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.models.offload import LAYER, in_host_memory
 from kvjax.models.parameters import parameter_shapes
 from kvjax.parallel import distributed, host_memory, sharding
@@ -118,7 +118,7 @@ def as_weight_codes(weights: WeightCodes | str | None) -> WeightCodes | None:
     """
     if weights is None or isinstance(weights, WeightCodes):
         return weights
-    if weights not in WEIGHTS:
+    if not isinstance(weights, str) or weights not in WEIGHTS:
         raise ConfigError(
             f"weights={weights!r} is unknown; valid: {', '.join(WEIGHTS)}, a kvjax.WeightCodes, or None for exact ones."
         )
@@ -141,6 +141,7 @@ def quantize_weights(model: Model, bits: int = 4, group: int | None = GROUP, *, 
     Raises:
       ConfigError: an argument out of range, weights that are quantised already, or a tied output head.
     """
+    check_model(model)
     weights = WeightCodes(bits, group, head)
     check(model.config, weights)
     shared_prefix.refuse(model.params, "kvjax.quantize_weights")

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from kvjax.arguments import check_type
 from kvjax.errors import ConfigError
 from kvjax.parallel.rules import AXES, Rules, using
 
@@ -127,6 +128,8 @@ def on_mesh(mesh: Mesh | AbstractMesh | None, given: Rules | None = None) -> Ite
 
 def _sizes(axes: str | Mapping[str, int], count: int) -> dict[str, int]:
     """Returns the size of each axis of a mesh of at most `count` devices."""
+    valid = "the axes of a mesh, such as 'data:2,model:4' or {'data': 2}"
+    check_type("axes", axes, (str, Mapping), valid, error=ConfigError)
     sizes = _parse(axes) if isinstance(axes, str) else dict(axes)
     if unknown := sorted(set(sizes) - set(AXES)):
         raise ConfigError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
+from kvjax.arguments import check_type
 from kvjax.errors import ConfigError
 
 #: The axes of a mesh. Rows are divided over ``data``, heads and weights over ``model``, slots and weights over
@@ -94,6 +95,9 @@ class Rules:
 
 def _as_axes(name: str, given: str | Sequence[str] | None) -> MeshAxes:
     """Returns the checked mesh axes of a field."""
+    if given is not None:
+        valid = "axes of a mesh, such as 'model', 'model+context' or None"
+        check_type(f"rule {name}", given, (str, Sequence), valid, error=ConfigError)
     axes = tuple(given.split("+")) if isinstance(given, str) else tuple(given or ())
     axes = tuple(each.strip() if isinstance(each, str) else each for each in axes)
     if unknown := [each for each in axes if each not in AXES]:

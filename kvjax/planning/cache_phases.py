@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvjax.arguments import number_argument
+from kvjax.arguments import check_type, number_argument
 from kvjax.errors import InputError
 from kvjax.inputs import LARGEST_COUNT, check_count
-from kvjax.planning.serving_costs import ServedModel
+from kvjax.planning.served_model import ServedModel
 
 DEVICE, HOST, RECOMPUTED = 1, 2, 3  # the phases
 
@@ -58,6 +58,9 @@ class CachePhases:
       read_share: of the slots on the host, the share that a step reads: 1 = all; less under a selection, such as
         ALISA's sparse window attention.
       overlap: whether the link moves slots while the device reads and computes.
+
+    Raises:
+      InputError: a number out of range, or a model whose storage is in host memory: a split says which slots are there.
     """
 
     model: ServedModel
@@ -71,6 +74,8 @@ class CachePhases:
     overlap: bool = False
 
     def __post_init__(self) -> None:
+        check_type("model", self.model, ServedModel, "a ServedModel, such as ServedModel.of(model.config)")
+        self.model.check_on_device("phases")
         check_count("rows", self.rows)
         for name, minimum in (("device_bytes", 0), ("host_bytes", 0), ("bandwidth", 1), ("link", 1), ("compute", 1)):
             number_argument(name, getattr(self, name), minimum=minimum, maximum=math.inf, error=InputError)

@@ -18,7 +18,7 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.devices import local_device
 from kvjax.errors import ConfigError
 from kvjax.generation import layer_calls
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
@@ -92,7 +92,7 @@ def plan(
     Raises:
       KvjaxError: if `kvjax.generate` would raise one, the topology or the mesh is not valid, or libtpu is missing.
     """
-    options = (options or CacheOptions()).updated(cache, "plan")
+    options = options_of(options, cache, "plan")
     spec, codes = options.spec(policy), as_weight_codes(weights)
     for name, value in (("batch", batch), ("prompt_length", prompt_length), ("new_tokens", new_tokens)):
         check_count(name, value)

@@ -5,8 +5,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from kvjax.arguments import check_type
 from kvjax.errors import InputError
-from kvjax.planning.serving_costs import Budget, ServedModel
+from kvjax.inputs import check_count
+from kvjax.planning.served_model import Budget, ServedModel
 
 PAGE = 16  # tokens of a page, as in vLLM
 GRANULE = 2 << 20  # bytes that a GPU's virtual memory is mapped by
@@ -42,8 +44,12 @@ def row_bytes(model: ServedModel, tokens: int, *, longest: int, budget: Budget, 
       granule: bytes that virtual memory is mapped by, 64 KiB to 2 MiB.
 
     Raises:
-      InputError: see `ServedModel.runs`.
+      InputError: a number below 1, slots in host memory, or see `ServedModel.runs`.
     """
+    check_type("model", model, ServedModel, "a ServedModel, such as ServedModel.of(model.config)")
+    for name, value in (("tokens", tokens), ("longest", longest), ("granule", granule)):
+        check_count(name, value)
+    model.check_on_device("layouts")
     slot, runs = model.token_bytes, model.runs(budget)
     return RowBytes(
         reserved=slot * longest,

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.arguments import number_argument
-from kvjax.devices import Device
+from kvjax.arguments import check_type, number_argument
+from kvjax.devices import Device, known_numbers
 from kvjax.errors import InputError
 from kvjax.inputs import check_count
 from kvjax.planning.attention_traffic import part_bytes
 from kvjax.planning.preemption import PERCENTILES, percentile
-from kvjax.planning.serving_costs import Budget, LayerRun, ServedModel, evicting_layers
+from kvjax.planning.served_model import BudgetOfPrompt, LayerRun, ServedModel, evicting_layers
 
 Placement = tuple[tuple[int, int], ...]  # instances, and the number of slots on each
 
@@ -116,6 +116,7 @@ class _Row:
       request: the request.
       home: the instance that computes it.
       promised: where all that it will ever hold lies.
+      runs: the layers by the budgets of its prompt.
       held: slots so far, which fill `promised` in its order.
       made: tokens of the answer so far.
     """
@@ -124,6 +125,7 @@ class _Row:
     request: Request
     home: int
     promised: Placement
+    runs: tuple[LayerRun, ...]
     held: int = 0
     made: int = 0
 
@@ -187,7 +189,7 @@ def simulate_pool(
     *,
     instances: int,
     pooled: bool = True,
-    budget: Budget = None,
+    budget: BudgetOfPrompt = None,
     observe: Callable[[Snapshot], None] | None = None,
 ) -> PoolUse:
     """Simulates instances of a server under a trace.
@@ -209,33 +211,30 @@ def simulate_pool(
       instances: the number of instances.
       pooled: whether they hold slots of each other's requests.
       budget: slots of each layer, with one for the newest token besides; or one number for each, whose bytes are then
-        counted as slots of all layers, rounded up. None = a full cache.
+        counted as slots of all layers, rounded up. None = a full cache. Or a function that returns them for the number
+        of tokens of a prompt.
       observe: called after each event, for checks and plots; None = not.
 
     Raises:
       InputError: an argument that is not valid, a device whose numbers are not known or without room for a slot.
     """
+    check_type("model", model, ServedModel, "a ServedModel, such as ServedModel.of(model.config)")
     check_count("instances", instances)
-    runs = model.runs(budget)
-    memory = device.memory
-    if not memory or not device.bandwidth or not device.flops or not device.interconnect:
-        raise InputError(
-            f"the memory, its bandwidth, the FLOP/s and the links to other devices of {device.kind} must be known; "
-            "give a kvjax.devices.Device that has them."
-        )
+    model.check_on_device("a pool")
+    memory, *_ = known_numbers(device, "memory", "bandwidth", "flops", "interconnect")
     _check(trace)
     slot = model.token_bytes
     capacity = int((memory - model.weight_bytes) // slot)
     if capacity < 1:
         raise InputError(f"the weights, {model.weight_bytes:,} bytes, leave no room for slots in {device.kind}.")
 
-    def most(request: Request) -> int:
+    runs = [model.runs_of(budget, request.prompt) for request in trace]
+
+    def most(number: int, request: Request) -> int:
         # The last token of an answer is chosen, and not fed.
         tokens = request.prompt + request.output - 1
-        return -(-sum(each.total * (tokens if each.budget is None else each.budget + 1) for each in runs) // slot)
-
-    def held(tokens: int) -> int:
-        return -(-model.cache_bytes(tokens, budget) // slot)
+        held = sum(each.total * (tokens if each.budget is None else each.budget + 1) for each in runs[number])
+        return -(-held // slot)
 
     arriving = sorted(enumerate(trace), key=lambda each: (each[1].arrival, each[0]))
     queues: list[list[tuple[int, Request]]] = [[] for _ in range(instances)]
@@ -258,7 +257,7 @@ def simulate_pool(
             number, request = arriving[arrived]
             home = arrived % instances
             arrived += 1
-            if place(most(request), [capacity] * instances, home, pooled=pooled) is None:
+            if place(most(number, request), [capacity] * instances, home, pooled=pooled) is None:
                 refused += 1
             else:
                 queues[home].append((number, request))
@@ -278,19 +277,20 @@ def simulate_pool(
         for home in idle:
             while queues[home]:
                 number, request = queues[home][0]
-                promised = place(most(request), free, home, pooled=pooled)
+                promised = place(most(number, request), free, home, pooled=pooled)
                 if promised is None:
                     break
                 queues[home].pop(0)
                 for instance, own in promised:
                     free[instance] -= own
-                rows[home].append(_Row(number, request, home, promised))
+                rows[home].append(_Row(number, request, home, promised, runs[number]))
             for row in rows[home]:
-                row.held = held(row.request.prompt + row.made)
+                tokens_held = row.request.prompt + row.made
+                row.held = -(-sum(each.total * each.held(tokens_held) for each in row.runs) // slot)
         load = _Load.of(rows)
         for home in idle:
             if rows[home]:
-                step = _step(model, device, rows[home], load, runs)
+                step = _step(model, device, rows[home], load)
                 ends[home] = now + step.seconds
                 slots_moved, parts_moved = slots_moved + step.slots_moved, parts_moved + step.parts_moved
         most_rows = max(most_rows, sum(map(len, rows)))
@@ -313,7 +313,7 @@ def simulate_pool(
     )  # fmt: skip
 
 
-def _step(model: ServedModel, device: Device, rows: Sequence[_Row], load: _Load, runs: Sequence[LayerRun]) -> _Step:
+def _step(model: ServedModel, device: Device, rows: Sequence[_Row], load: _Load) -> _Step:
     """Returns the costs of a step of an instance.
 
     Args:
@@ -321,7 +321,6 @@ def _step(model: ServedModel, device: Device, rows: Sequence[_Row], load: _Load,
       device: of each instance.
       rows: the instance's requests. They hold the slots that the step writes already.
       load: of all instances.
-      runs: the layers by their budgets.
     """
     assert device.flops and device.bandwidth and device.interconnect
     home, slot = rows[0].home, model.token_bytes
@@ -332,12 +331,12 @@ def _step(model: ServedModel, device: Device, rows: Sequence[_Row], load: _Load,
     for row in rows:
         away = row.remote_placement()
         if not row.made:
-            flops += model.prefill_flops(row.request.prompt, statistics_layers=evicting_layers(runs))
+            flops += model.prefill_flops(row.request.prompt, statistics_layers=evicting_layers(row.runs))
             slots_moved += slot * sum(own for _, own in away)
             continue
         flops += 2 * model.active
         tokens = row.request.prompt + row.made
-        evicting = [each for each in runs if each.budget is not None and tokens > each.budget]
+        evicting = [each for each in row.runs if each.budget is not None and tokens > each.budget]
         for instance, own in away:
             remote[instance] = remote.get(instance, 0) + own
             parts_moved += model.layers * (parts.out + parts.back) + evicting_layers(evicting) * parts.victim
@@ -356,6 +355,7 @@ def _check(trace: Sequence[Request]) -> None:
     if not trace:
         raise InputError("the trace has no requests.")
     for each in trace:
+        check_type("each request of a trace", each, Request, "a kvjax.planning.memory_pool.Request")
         whole = all(isinstance(size, int | np.integer) and size >= 1 for size in (each.prompt, each.output))
         if not whole or not math.isfinite(each.arrival) or each.arrival < 0:
             raise InputError(

@@ -1,276 +1,13 @@
 """Closed forms of serving: how many rows fit, and how long prompts, steps and switches take (Fu, arXiv:2405.08944)."""
 
-import collections
 import dataclasses
 import math
-import numbers
-from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
-
-from kvjax.cache.planning.head_groups import branches_of, by_head
-from kvjax.cache.planning.limits import Limits, sizes_for
-from kvjax.cache.planning.lowering import lower
-from kvjax.cache.spec import CacheSpec, as_spec
-from kvjax.devices import Device
-from kvjax.errors import InputError, shown
-from kvjax.inputs import LARGEST_COUNT, check_count
-from kvjax.models.config import DecoderConfig
-from kvjax.models.parameters import active_parameter_count, parameter_count
-from kvjax.policies.base import Policy
-from kvjax.storage.base import Storage
-
-#: The slots of each layer: one number for all, one for each layer, or None for a full cache, of all layers or of one.
-Budget = int | Sequence[int | None] | None
-
-#: The dtype of numbers of 2 and of 4 bytes, by name; NumPy has no bfloat16.
-DTYPES = {2: "float16", 4: "float32"}
-
-
-class LayerRun(NamedTuple):
-    """Layers whose slots have the same bytes and the same budget.
-
-    Attributes:
-      layers: how many these are.
-      slot_bytes: of the key and the value of a token, in one of them.
-      budget: the slots of each; None = a full cache.
-    """
-
-    layers: int
-    slot_bytes: int
-    budget: int | None
-
-    @property
-    def total(self) -> int:
-        """Bytes of a token in all of them."""
-        return self.layers * self.slot_bytes
-
-    def held(self, tokens: int) -> int:
-        """Returns the live slots of a text in each of them."""
-        return tokens if self.budget is None else min(tokens, self.budget)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """The numbers of a model that its costs depend on.
-
-    Attributes:
-      params: of the whole model.
-      layers: the number of layers.
-      heads: query heads.
-      kv_heads: KV heads.
-      dim: features of a head.
-      width: bytes of a number of weights, keys and values.
-      active_params: those that a token is multiplied by, in a model of experts; None = all.
-      layer_slot_bytes: bytes of the key and the value of a token in each layer, for storages that encode, or layers
-        that differ; None = `2 * kv_heads * dim * width` in each.
-
-    Raises:
-      InputError: `layer_slot_bytes` is not a sequence with a whole number of at least 1 for each layer.
-    """
-
-    params: int
-    layers: int
-    heads: int
-    kv_heads: int
-    dim: int
-    width: int = 2
-    active_params: int | None = None
-    layer_slot_bytes: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        given = self.layer_slot_bytes
-        if given is None:
-            return
-        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != self.layers:
-            raise InputError(
-                f"layer_slot_bytes must be a sequence with one number for each of {self.layers} layers; got "
-                f"{shown(given)}."
-            )
-        for layer, each in enumerate(given):
-            check_count(f"layer_slot_bytes[{layer}]", each)
-        object.__setattr__(self, "layer_slot_bytes", tuple(given))
-
-    @classmethod
-    def of(cls, config: DecoderConfig, width: int = 2, storage: Storage | None = None) -> "ServedModel":
-        """Returns the numbers of a decoder.
-
-        Args:
-          config: the decoder.
-          width: see `ServedModel`; 2 or 4.
-          storage: that holds keys and values, with as many bytes as `Storage.bytes_per_slot` says of each layer; None =
-            numbers of `width` bytes.
-
-        Raises:
-          InputError: another width, or a storage whose slots are not all of the same bytes.
-          StorageError: a storage that cannot hold the decoder's heads.
-        """
-        if width not in DTYPES:
-            raise InputError(f"width must be 2 or 4 bytes; got {shown(width)}.")
-        by_layer = None
-        if storage is not None:
-            _check_slots_alike(storage)
-            held = by_head(storage.bound(config.num_kv_heads), config.num_layers, config.num_kv_heads)
-            by_layer = tuple(
-                sum(each.bytes_per_slot(config.head_dim, np.dtype(DTYPES[width])) for each in heads) for heads in held
-            )
-        return cls(
-            params=parameter_count(config), layers=config.num_layers, heads=config.num_heads,
-            kv_heads=config.num_kv_heads, dim=config.head_dim, width=width,
-            active_params=active_parameter_count(config), layer_slot_bytes=by_layer,
-        )  # fmt: skip
-
-    @property
-    def active(self) -> int:
-        """The parameters that a token is multiplied by."""
-        return self.params if self.active_params is None else self.active_params
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights."""
-        return self.params * self.width
-
-    @property
-    def by_layer(self) -> tuple[int, ...]:
-        """Bytes of the key and the value of a token in each layer."""
-        if self.layer_slot_bytes is not None:
-            return self.layer_slot_bytes
-        return (2 * self.kv_heads * self.dim * self.width,) * self.layers
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the key and the value of a token in one layer, where all layers are alike.
-
-        Raises:
-          InputError: layers differ; see `by_layer`.
-        """
-        if len({*self.by_layer}) != 1:
-            raise InputError(
-                "layers have slots of different bytes; read by_layer or token_bytes instead of slot_bytes."
-            )
-        return self.by_layer[0]
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the keys and the values of a token in all layers."""
-        return sum(self.by_layer)
-
-    def runs(self, budget: Budget) -> tuple[LayerRun, ...]:
-        """Returns the layers with a budget of slots, those that are alike together.
-
-        Args:
-          budget: slots of each layer, or of one each, such as `layer_budgets` returns; None = a full cache.
-
-        Raises:
-          InputError: a budget below 1, or another number of budgets than layers.
-        """
-        if budget is None or isinstance(budget, numbers.Integral):
-            own: tuple[int | None, ...] = (None if budget is None else int(budget),) * self.layers
-        elif isinstance(budget, Sequence) and not isinstance(budget, str):
-            own = tuple(budget)
-        else:
-            raise InputError(f"budget must be a number of slots, or one per layer; got {shown(budget)}.")
-        if len(own) != self.layers:
-            raise InputError(f"budget must have a number for each of {self.layers} layers; got {len(own)}.")
-        for each in own:
-            if each is not None:
-                check_count("budget", each)
-        counts = collections.Counter(zip(self.by_layer, own, strict=True))
-        return tuple(LayerRun(layers, slot, each) for (slot, each), layers in counts.items())
-
-    def cache_bytes(self, tokens: int, budget: Budget = None) -> int:
-        """Returns the bytes of the live slots of a text, of which each layer holds at most its budget; see `runs`."""
-        return sum(each.total * each.held(tokens) for each in self.runs(budget))
-
-    def prefill_flops(self, tokens: int, *, statistics_layers: int = 0) -> float:
-        """Returns the FLOPs of a prompt: weights, and the two causal products of attention.
-
-        Args:
-          tokens: of the prompt.
-          statistics_layers: the number of layers in which probabilities are summed over queries, which takes half as
-            much as attention.
-
-        Raises:
-          InputError: `statistics_layers` is not a whole number from 0 to `layers`.
-        """
-        given = statistics_layers
-        if isinstance(given, bool) or not isinstance(given, numbers.Integral) or not 0 <= given <= self.layers:
-            raise InputError(f"statistics_layers must be a whole number from 0 to {self.layers}; got {shown(given)}.")
-        attention = self.heads * self.dim * tokens**2
-        return 2 * self.active * tokens + (2 * self.layers + int(given)) * attention
-
-
-def _check_slots_alike(storage: Storage) -> None:
-    """Checks that all slots of a layer have the same bytes, and that a row has nothing else.
-
-    Raises:
-      InputError: if not.
-    """
-    layout, reason = storage.resolved_layout, None
-    if storage.residual and not storage.exact:
-        reason = f"its newest {storage.residual} are exact"
-    elif storage.sinks and not storage.exact:
-        reason = f"its first {storage.sinks} are exact"
-    elif layout.block_size is not None:
-        reason = f"its newest are exact, until {layout.block_size} are encoded together"
-    elif not layout.uniform:
-        reason = f"its slots lie in {type(layout).__name__.lower()}, which hold tokens in more than one form"
-    elif storage.sides_of("prompt"):
-        reason = "besides them, a row holds what its prompt's vectors share"
-    if reason is not None:
-        raise InputError(
-            f"bytes of {storage.name} depend on the number of tokens: {reason}. Plans take storages whose slots are "
-            "all alike, such as int8."
-        )
-
-
-def evicting_layers(runs: Sequence[LayerRun]) -> int:
-    """Returns the number of layers that have a budget."""
-    return sum(each.layers for each in runs if each.budget is not None)
-
-
-def layer_budgets(policy: Policy | CacheSpec, config: DecoderConfig, tokens: int) -> tuple[int | None, ...]:
-    """Returns the slots that a policy has in each layer after a prompt, for `ServedModel.runs`.
-
-    These are the slots that `kvjax.cache.planning.lowering.lower` allocates for a prompt and for any number of tokens
-    after it, without the one for the newest token: a policy that evicts every m tokens has m - 1 more than its budget,
-    and ``phases(full(), policy)`` has those of the prompt besides.
-
-    Args:
-      policy: such as ``split_layers(full(), h2o(64), shares=(1, 3))``.
-      config: the decoder.
-      tokens: of the prompt; a budget such as 0.2 is a share of them, and so is one such as `TextFraction(0.2)`.
-
-    Raises:
-      InputError: heads of a layer have different numbers of slots, the policy compresses prompts alone, or a storage
-        whose slots are not all of the same bytes.
-      PolicyError: see `kvjax.generate`.
-    """
-    check_count("tokens", tokens)
-    spec = as_spec(policy)
-    _check_slots_alike(spec.storage)
-    lengths = np.array([tokens], np.int32)
-    branches = branches_of(spec.policy, spec.selection, config)
-    budgets = [policy.budget for branch in branches for policy in (branch.prompt, branch.decode)]
-    of_text = any(each is not None and each.of_text for each in budgets)
-    # With room for all that may follow, no number of slots is limited by the length of the text.
-    limits = Limits(tokens, 1 if of_text else LARGEST_COUNT, shortest=tokens)
-    sizes = sizes_for(lengths, 0, width=tokens, block=None, limits=limits, last_fed=not of_text)
-    lowered = lower(spec, config, sizes, lengths, implementation="xla", dtype=np.float32, totals=lengths)
-    newest = 0 if spec.storage.new_tokens_separate else 1
-    found: list[int | None] = []
-    for number, (before, groups) in enumerate(zip(lowered.layout.prompt, lowered.layout.decode, strict=True)):
-        if any(own.policy.budget is not None for own in before) and not any(group.evicts for group in groups):
-            raise InputError(
-                f"policy {before[0].policy.name} compresses prompts and keeps all that follows; plans take policies "
-                "that evict while decoding, and full."
-            )
-        own = {group.capacity - newest if group.evicts else None for group in groups}
-        if len(own) != 1:
-            raise InputError(f"the heads of layer {number} have different numbers of slots, {shown(own)}.")
-        found.append(own.pop())
-    return tuple(found)
+from kvjax.arguments import check_type, number_argument
+from kvjax.devices import Device, known_numbers
+from kvjax.errors import InputError
+from kvjax.inputs import check_count
+from kvjax.planning.served_model import Budget, ServedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,14 +16,17 @@ class ServingCosts:
 
     Attributes:
       cache: bytes of the cache of a row.
-      rows: the rows that fit beside the weights.
+      host: those of them that are in host memory.
+      rows: the rows that fit beside the weights, and in host memory.
       prefill: seconds of a prompt, which computes.
-      decode_step_one_row: seconds of a token of one row, which reads weights and cache.
+      decode_step_one_row: seconds of a token of one row, which reads weights and cache; those of the link, if it moves
+        slots from host memory for longer.
       decode_step_all_rows: seconds of a token of each of `rows` rows.
-      switch: seconds to move the cache of a row to host memory, and that of another one back.
+      switch: seconds to move what a row has on the device to host memory, and that of another one back.
     """
 
     cache: int
+    host: int
     rows: int
     prefill: float
     decode_step_one_row: float
@@ -295,7 +35,8 @@ class ServingCosts:
 
     def __str__(self) -> str:
         return "\n".join([
-            f"{self.rows} rows fit, {self.cache / 1e9:.3f} GB of keys and values each",
+            f"{self.rows} rows fit, {self.cache / 1e9:.3f} GB of keys and values each"
+            + (f", {self.host / 1e9:.3f} GB of them in host memory" if self.host else ""),
             f"{self.prefill:.3f} s for a prompt",
             f"{self.decode_step_one_row * 1e3:.2f} ms for a token of one row, {self.decode_step_all_rows * 1e3:.2f} ms "
             f"for one of each of {self.rows} rows",
@@ -304,7 +45,13 @@ class ServingCosts:
 
 
 def serving_costs(
-    model: ServedModel, device: Device, tokens: int, *, budget: Budget = None, statistics_layers: int = 0
+    model: ServedModel,
+    device: Device,
+    tokens: int,
+    *,
+    budget: Budget = None,
+    statistics_layers: int = 0,
+    host_memory: float = math.inf,
 ) -> ServingCosts:
     """Computes what a device of full speed needs to serve texts of `tokens` tokens.
 
@@ -314,23 +61,34 @@ def serving_costs(
       tokens: of each text.
       budget: the slots of each layer, or one number for each; see `ServedModel.runs`. None = a full cache.
       statistics_layers: see `ServedModel.prefill_flops`.
+      host_memory: bytes for the slots that are there.
 
     Raises:
-      InputError: the device's memory, compute or link is not known, or see `ServedModel`.
+      InputError: the device's memory, compute or link is not known; all slots are in host memory, and `host_memory` is
+        not given; or see `ServedModel`.
     """
-    memory, bandwidth, link, compute = device.memory, device.bandwidth, device.link, device.flops
-    if not memory or not bandwidth or not link or not compute:
-        raise InputError(
-            f"the memory, its bandwidth, the host link and the FLOP/s of {device.kind} must be known; give a "
-            "kvjax.devices.Device that has them."
-        )
+    check_type("model", model, ServedModel, "a ServedModel, such as ServedModel.of(model.config)")
+    memory, bandwidth, link, compute = known_numbers(device, "memory", "bandwidth", "link", "flops")
+    check_count("tokens", tokens)
     cache = model.cache_bytes(tokens, budget)
-    rows = max(0, math.floor((memory - model.weight_bytes) / cache))
+    host = sum(each.on_host * each.held(tokens) for each in model.runs(budget))
+    number_argument("host_memory", host_memory, minimum=0, maximum=math.inf, error=InputError)
+
+    def fit(room: float, row: int) -> float:
+        if room < 0:
+            return 0.0
+        return room / row if row else math.inf
+
+    most = min(fit(memory - model.weight_bytes, cache - host), fit(host_memory, host))
+    if most == math.inf:
+        raise InputError("all slots are in host memory, which limits the number of rows; give host_memory.")
+    rows = math.floor(most)
 
     def step(rows: int) -> float:
-        return (model.weight_bytes + rows * cache) / bandwidth
+        return max((model.weight_bytes + rows * cache) / bandwidth, rows * host / link)
 
     return ServingCosts(
-        cache=cache, rows=rows, prefill=model.prefill_flops(tokens, statistics_layers=statistics_layers) / compute,
-        decode_step_one_row=step(1), decode_step_all_rows=step(rows), switch=2 * cache / link,
+        cache=cache, host=host, rows=rows,
+        prefill=model.prefill_flops(tokens, statistics_layers=statistics_layers) / compute,
+        decode_step_one_row=step(1), decode_step_all_rows=step(rows), switch=2 * (cache - host) / link,
     )  # fmt: skip

@@ -4,9 +4,9 @@ import dataclasses
 import itertools
 import math
 
-from kvjax.arguments import number_argument, plain_signature
+from kvjax.arguments import check_type, number_argument, plain_signature
 from kvjax.cache.spec import CacheSpec
-from kvjax.devices import Device
+from kvjax.devices import Device, known_numbers
 from kvjax.errors import InputError
 from kvjax.inputs import check_count
 from kvjax.models.config import DecoderConfig
@@ -209,12 +209,11 @@ def plan_speculation(
     Raises:
       InputError: a number out of range, or a device of unknown speed.
     """
+    check_type("config", config, DecoderConfig, "a DecoderConfig, such as model.config")
     for name, value in (("budget", budget), ("length", length), ("gamma", gamma), ("batch", batch)):
         check_count(name, value)
     alpha = number_argument("alpha", alpha, minimum=0, maximum=1)
-    if device.bandwidth is None or (on_host and device.link is None):
-        missing = "memory" if device.bandwidth is None else "link to the host"
-        raise InputError(f"the speed of the {missing} of {device.kind} is unknown; give a Device with it.")
+    bandwidth, *_ = known_numbers(device, "bandwidth", *(["link"] if on_host else []))
     other = draft_config or config
     spec = draft_policy if isinstance(draft_policy, CacheSpec) else CacheSpec(draft_policy or full())
     dtype = {2: "bfloat16", 4: "float32"}.get(dtype_bytes)
@@ -230,7 +229,7 @@ def plan_speculation(
         gamma=gamma, weights=weights * dtype_bytes, draft_weights=draft_weights * dtype_bytes,
         slot_bytes=slot(config, CacheSpec(full())), budget=budget, draft_slot_bytes=slot(other, spec), on_host=on_host,
         flops=2.0 * batch * weights, draft_flops=2.0 * batch * draft_weights, slot_flops=batch * _slot_flops(config),
-        draft_slot_flops=batch * _slot_flops(other), bandwidth=device.bandwidth, link=device.link or 1.0,
+        draft_slot_flops=batch * _slot_flops(other), bandwidth=bandwidth, link=device.link or 1.0,
         compute=device.flops,
     )  # fmt: skip
     return SpeculationPlan(

@@ -8,10 +8,10 @@ are planned.
 import math
 from typing import NamedTuple
 
-from kvjax.arguments import number_argument
+from kvjax.arguments import check_type, number_argument
 from kvjax.errors import InputError
 from kvjax.inputs import check_count
-from kvjax.planning.serving_costs import ServedModel
+from kvjax.planning.served_model import ServedModel
 
 FLASH_PAGE = 4096  # bytes
 
@@ -77,6 +77,7 @@ def storage_bytes(
     Raises:
       InputError: a number out of range.
     """
+    check_type("model", model, ServedModel, "a ServedModel, such as ServedModel.of(model.config)")
     for name, value in (("tokens", tokens), ("channels", channels), ("slots", slots), ("page", page)):
         check_count(name, value)
     if channels > model.dim:

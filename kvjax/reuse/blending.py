@@ -14,7 +14,7 @@ from kvjax.arguments import choice_argument, number_argument
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import InputError, shown
 from kvjax.generation.context import Context
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.inputs import check_count
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
@@ -99,7 +99,7 @@ def blend(
         that is not valid, or a cache that needs the queries of chunks.
       PolicyError: see `kvjax.generate`.
     """
-    options = (options or CacheOptions()).updated(cache, "blend")
+    options = options_of(options, cache, "blend")
     prefix = check_chunks(model, chunks)
     layers = model.config.num_layers
     ids = checked_tokens(model.config, "question", question)

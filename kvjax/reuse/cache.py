@@ -15,8 +15,8 @@ from kvjax.contexts.turns import same_weights
 from kvjax.errors import InputError
 from kvjax.inputs import check_batch, check_one_row
 from kvjax.models.config import DecoderConfig
-from kvjax.models.model import Model
-from kvjax.reuse.layerwise import LayerResult, check_model, run_tokens
+from kvjax.models.model import Model, check_model
+from kvjax.reuse.layerwise import LayerResult, check_movable, run_tokens
 from kvjax.summary import one_line
 
 Array = jax.Array
@@ -64,6 +64,7 @@ def compute(model: Model, tokens: ArrayLike, prefix: ChunkCache | None = None) -
     Raises:
       InputError: tokens that are not valid, a prefix of another model, or a model with learned positions.
     """
+    check_model(model)
     ids = checked_tokens(model.config, "tokens", tokens)
     check_prefix(model, prefix)
     text = Text.of(model, [], prefix, tokens=ids)
@@ -157,7 +158,7 @@ def check_chunks(model: Model, chunks: Sequence[ChunkCache]) -> ChunkCache | Non
     Raises:
       InputError: they are not, there is none, or the model has learned positions.
     """
-    check_model(model.config)
+    check_movable(model.config)
     if not isinstance(chunks, Sequence):
         raise InputError(f"chunks must be a list of ChunkCache; got {type(chunks).__name__}.")
     if not chunks:
@@ -181,6 +182,6 @@ def checked_tokens(config: DecoderConfig, name: str, tokens: ArrayLike) -> np.nd
     Raises:
       InputError: they are not valid.
     """
-    check_model(config)
+    check_movable(config)
     check_one_row(name, tokens)
     return check_batch(config, tokens, None, new_tokens=0).tokens[0].astype(np.int32)

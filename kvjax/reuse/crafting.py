@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from kvjax.arguments import number_argument
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import InputError
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.policies.base import Policy
 from kvjax.reuse.blending import Blended, largest, recompute
 from kvjax.reuse.cache import Text, check_chunks, checked_tokens
@@ -65,7 +65,7 @@ def craft(
       InputError: see `kvjax.reuse.blend`.
       PolicyError: see `kvjax.generate`.
     """
-    options = (options or CacheOptions()).updated(cache, "craft")
+    options = options_of(options, cache, "craft")
     number_argument("alpha", alpha, minimum=0, maximum=1e9, error=InputError)
     model = store.model
     if not chunks:

@@ -31,7 +31,7 @@ from kvjax.models.model import Model
 from kvjax.numerics.rope import Rope
 from kvjax.parallel.sharding import Params
 from kvjax.reuse.cache import checked_tokens
-from kvjax.reuse.layerwise import check_model
+from kvjax.reuse.layerwise import check_movable
 from kvjax.reuse.repairing import holds_rotated, repaired
 from kvjax.storage import dense
 from kvjax.storage.side import PROMPT
@@ -77,7 +77,7 @@ def edit(
         whose slots cannot move; another model; or a share that is not valid.
     """
     model = own_model(model, context)
-    check_model(model.config)
+    check_movable(model.config)
     if repair is not None:
         number_argument("repair", repair, minimum=0, maximum=1, error=InputError)
     if context.num_rows != 1:

@@ -65,7 +65,7 @@ class Run(NamedTuple):
 Choose = Callable[[int, LayerResult, np.ndarray], np.ndarray]
 
 
-def check_model(config: DecoderConfig) -> None:
+def check_movable(config: DecoderConfig) -> None:
     """Checks that keys can be moved to other positions.
 
     Raises:

@@ -18,7 +18,7 @@ from kvjax.models.model import Model
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.reuse.blending import Blended
 from kvjax.reuse.cache import ChunkCache, Collected, Text, check_chunks
-from kvjax.reuse.layerwise import LayerResult, check_model, next_logits, rotated, run_tokens
+from kvjax.reuse.layerwise import LayerResult, check_movable, next_logits, rotated, run_tokens
 from kvjax.reuse.repairing import by_position
 from kvjax.summary import one_line
 
@@ -76,7 +76,7 @@ def distances(model: Model, made: Blended | Context, *, chunks: Sequence[ChunkCa
 
 def _of_context(model: Model, context: Context, chunks: Sequence[ChunkCache] | None) -> Distances:
     """Compares the keys and values of a context, or of chunks, with a whole prefill."""
-    check_model(model.config)
+    check_movable(model.config)
     own_model(model, context)
     groups = context.layout.groups
     shared = any(group.parallel is not None for group in groups)

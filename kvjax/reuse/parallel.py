@@ -12,7 +12,7 @@ from kvjax.cache.parallel_contexts import ParallelContexts
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import InputError
 from kvjax.generation.context import Context
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
@@ -58,7 +58,7 @@ def parallel(
       InputError: see `kvjax.reuse.blend`; or a model or policy whose attention is not that of positions.
       PolicyError: see `kvjax.generate`.
     """
-    options = (options or CacheOptions()).updated(cache, "parallel")
+    options = options_of(options, cache, "parallel")
     prefix = check_chunks(model, chunks)
     number_argument("temperature", temperature, minimum=0.01, maximum=10, error=InputError)
     number_argument("scale", scale, minimum=0, maximum=10, error=InputError)

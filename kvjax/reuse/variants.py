@@ -11,7 +11,7 @@ from kvjax.arguments import plain_signature
 from kvjax.errors import InputError
 from kvjax.models.model import Model
 from kvjax.reuse.cache import ChunkCache, Collected, Text, check_prefix, checked_tokens
-from kvjax.reuse.layerwise import LayerResult, check_model, run_tokens
+from kvjax.reuse.layerwise import LayerResult, check_movable, run_tokens
 from kvjax.reuse.measures import probabilities
 from kvjax.summary import one_line
 
@@ -60,7 +60,7 @@ def compute_variants(model: Model, chunks: Sequence[ArrayLike], prefix: ChunkCac
     Raises:
       InputError: see `kvjax.reuse.compute`; or there is no chunk.
     """
-    check_model(model.config)
+    check_movable(model.config)
     if not chunks:
         raise InputError("chunks must have the tokens of at least one chunk.")
     ids = [checked_tokens(model.config, f"chunk {number}", each) for number, each in enumerate(chunks)]

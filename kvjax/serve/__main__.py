@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, shown
 from kvjax.specs import names
 from kvjax.specs.names import DTYPES
 from kvjax.typing import IMPLEMENTATIONS
@@ -28,10 +28,23 @@ def _number(text: str) -> Any:
     return float(text) if "." in text else int(text)
 
 
-def _port(text: str) -> int:
-    if not 0 <= (port := int(text)) <= 65535:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 65535; got {port}")
-    return port
+class _Whole:
+    """Reads a whole number from `least` to `most`, which the help shows; None = any number from `least` on."""
+
+    def __init__(self, least: int, most: int | None = None) -> None:
+        self.least, self.most = least, most
+
+    def __str__(self) -> str:
+        return f"at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
+
+    def __call__(self, text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = self.least - 1
+        if number < self.least or (self.most is not None and number > self.most):
+            raise argparse.ArgumentTypeError(f"must be a whole number, {self}; got {shown(text)}")
+        return number
 
 
 def _size(text: str) -> int:
@@ -42,7 +55,7 @@ def _size(text: str) -> int:
 
 
 def _block(text: str) -> Any:
-    return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else int(text)
+    return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else _Whole(1)(text)
 
 
 #: Group -> flag -> its meaning, and how argparse reads it. A meaning says what holds where there is no default.
@@ -80,7 +93,7 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "'retrieval(chunk=8, budget=512)', or 'seen(POLICY)'; answers are the same; without it nothing",
             {"metavar": "DRAFT"},
         ),
-        "gamma": ("the number of drafts of a round; else 4", {"type": int}),
+        "gamma": ("the number of drafts of a round; else 4", {"type": _Whole(1)}),
         "calibration": ("a file of python -m experiments.calibrate; without it only storages that need none", {}),
         "prefix": (
             "a saved state that requests may continue; may be repeated",
@@ -104,10 +117,10 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "none are held; without it 4GB, or 0 if there can be none, such as with --speculate",
             {"type": _size, "metavar": "BYTES"},
         ),
-        "rows": ("requests that are answered at the same time", {"type": int, "default": 8}),
+        "rows": ("requests that are answered at the same time", {"type": _Whole(1), "default": 8}),
         "waiting": (
             "requests that may wait in addition to these; others are refused with a Retry-After",
-            {"type": int, "default": 64},
+            {"type": _Whole(0), "default": 64},
         ),
         "scheduling-policy": (
             "which requests get a row first: fcfs = as they come; priority = those whose field priority is lowest, "
@@ -118,24 +131,24 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "bytes of host memory for the rows that requests lose to others, such as 500MB; 0 = none loses its row",
             {"type": _size, "default": "4GB", "metavar": "BYTES"},
         ),
-        "prompt": ("the largest number of tokens of a prompt", {"type": int, "default": 2048}),
-        "new-tokens": ("the largest number of new tokens of a request", {"type": int, "default": 1024}),
+        "prompt": ("the largest number of tokens of a prompt", {"type": _Whole(1), "default": 2048}),
+        "new-tokens": ("the largest number of new tokens of a request", {"type": _Whole(1), "default": 1024}),
         "prefill-block": (
-            "the number of tokens of a block of a prompt, none for one block, or auto",
+            "the number of tokens of a block of a prompt, at least 1; none for one block; or auto",
             {"type": _block, "default": "auto"},
         ),
         "chunk": (
-            "the number of tokens after which an answer's text is sent, 1 to 64",
-            {"type": int, "default": 16},
+            "the number of tokens after which an answer's text is sent",
+            {"type": _Whole(1, 64), "default": 16},
         ),
     },
     "network": {
         "host": ("the address to listen on; 0.0.0.0 = all of this machine's", {"default": "127.0.0.1"}),
-        "port": ("0 to 65535; 0 = one that is free", {"type": _port, "default": 8000}),
+        "port": ("0 = one that is free", {"type": _Whole(0, 65535), "default": 8000}),
         "connections": (
             "the number of connections at the same time, fewer if the limit of open files is lower; else 1024, or four "
             "times --rows and --waiting if that is more",
-            {"type": int},
+            {"type": _Whole(1)},
         ),
         "api-key": (
             "what clients must send as a bearer token, or @FILE for one of the keys in a file's lines; without it none",
@@ -146,7 +159,7 @@ FLAGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
-    """Wide lines, and a default after each meaning that has one."""
+    """Wide lines, with the bounds of a number and the default after each meaning that has them."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=WIDTH)
@@ -156,8 +169,10 @@ class _Format(argparse.RawDescriptionHelpFormatter):
             return action.help
         empty = action.default is None or action.default in ("", [])
         described = "; else " in (action.help or "") or "; without it " in (action.help or "")
-        default = "none" if empty else str(action.default)
-        return action.help if empty and described else f"{action.help} (default {default})"
+        notes = [str(action.type)] if isinstance(action.type, _Whole) else []
+        if not (empty and described):
+            notes.append(f"default {'none' if empty else action.default}")
+        return f"{action.help} ({', '.join(notes)})" if notes else action.help
 
 
 def parser() -> argparse.ArgumentParser:

@@ -25,7 +25,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.reuse.blending import blend
 from kvjax.reuse.cache import ChunkCache, checked_tokens, compute
 from kvjax.reuse.last_block import check_cache
-from kvjax.reuse.layerwise import check_model
+from kvjax.reuse.layerwise import check_movable
 from kvjax.serve.chunked_prefill import Prompt, Started
 from kvjax.serve.prompts import Prompts
 from kvjax.summary import one_line
@@ -80,7 +80,7 @@ def checked_documents(config: DecoderConfig, documents: Documents) -> Documents:
     )
     if not isinstance(documents.chunks, Sequence) or not documents.chunks:
         raise InputError("documents must have a list of at least one chunk of token ids.")
-    check_model(config)
+    check_movable(config)
     chunks = [checked_tokens(config, "a document", each) for each in documents.chunks]
     empty = isinstance(documents.beginning, Sequence | np.ndarray) and not len(documents.beginning)
     beginning = np.zeros(0, np.int32) if empty else checked_tokens(config, "beginning", documents.beginning)

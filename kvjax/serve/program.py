@@ -93,10 +93,6 @@ def serve(flags: argparse.Namespace) -> int:
     from kvjax.serve.protocol import ServerInfo
 
     products.await_native()
-    if not flags.waiting >= 0:
-        raise ConfigError(f"--waiting must be at least 0; got {flags.waiting}.")
-    if flags.connections is not None and not flags.connections >= 1:
-        raise ConfigError(f"--connections must be at least 1; got {flags.connections}.")
     keys, listener = read_keys(flags.api_key), address.bound(flags.host, flags.port)
     with _interruptible():
         runner = runner_for(flags)

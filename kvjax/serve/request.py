@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from kvjax.arguments import check_type
 from kvjax.contexts.state_trie import check_namespace
 from kvjax.errors import InputError, shown
 from kvjax.generation.context import Context
@@ -160,14 +161,17 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
     Raises:
       InputError: an argument that is not valid for the model.
     """
+    check_type("a request", request, Request, "kvjax.serve.Request(tokens=..., max_new_tokens=...)")
     check_count("max_new_tokens", request.max_new_tokens)
+    if request.until is not None and not callable(request.until):
+        raise InputError(f"until must be a function, or None; got {shown(request.until)}.")
     own = request.sampler if request.sampler is not None else sampler
     check_sampler(own)
     check_one_row("a request", request.tokens)
     tokens = np.asarray(request.tokens)
     check_namespace(request.namespace)
-    if not isinstance(request.keep_context, bool):
-        raise InputError(f"keep_context must be True or False; got {shown(request.keep_context)}.")
+    for name in ("early", "keep_context"):
+        check_type(name, getattr(request, name), bool, "True or False")
     if request.prefix is not None and not isinstance(request.prefix, Context):
         raise InputError(f"prefix must be a context, from Runner.prefix; got {shown(request.prefix)}.")
     documents = None

@@ -26,7 +26,7 @@ from kvjax.generation.context import Context
 from kvjax.generation.decoding import CHUNK
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling
 from kvjax.inputs import check_count, check_stop
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.numerics.finite import PAD, WHY
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Selection
@@ -143,6 +143,7 @@ class Runner:
         Raises:
           KvjaxError: arguments that are not valid, or a combination that cannot work; see `kvjax.generate`.
         """
+        check_model(model)
         counts = {"rows": rows, "chunk": chunk, "refill": 1 if refill is None else refill, "turn_tokens": turn_tokens}
         for name, value in counts.items():
             check_count(name, value)

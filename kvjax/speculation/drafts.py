@@ -9,7 +9,7 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.errors import InputError, PolicyError, shown
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling, penalty_of
 from kvjax.inputs import check_count
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.policies import full
 from kvjax.policies.base import Policy
 from kvjax.policies.traits import refuses_ranking
@@ -149,6 +149,8 @@ def _check_level(model: Model, given: Any, base: Level, sampler: Sampler) -> Lev
     accept = base.accept if each.accept is None else each.accept
     choice_argument("accept", accept, ACCEPT, error=InputError)
     draft_model = base.model if each.model is None else each.model
+    if draft_model is not None:
+        check_model(draft_model, "draft_model")
     level_sampler = each.sampler or base.sampler or sampler
     check_sampling(level_sampler, None)
     if penalty_of(level_sampler) is not None or penalty_of(sampler) is not None:

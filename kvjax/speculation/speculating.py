@@ -16,10 +16,10 @@ from kvjax.cache.state import KVState
 from kvjax.errors import InputError
 from kvjax.generation import compiling
 from kvjax.generation.generate import Generation, check_requests
-from kvjax.generation.options import CacheOptions
+from kvjax.generation.options import CacheOptions, options_of
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling
 from kvjax.inputs import Batch, check_batch, check_count, check_stop
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_model
 from kvjax.numerics.finite import PAD, check_finite
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
@@ -96,6 +96,7 @@ def speculate(
       StorageError: a storage that encodes what it holds.
       NonFiniteError: see `kvjax.generate`.
     """
+    check_model(model)
     check_count("max_new_tokens", max_new_tokens)
     choice_argument("verify", verify, VERIFY, error=InputError)
     base = Level(gamma=gamma, accept=accept, model=draft_model, sampler=draft_sampler)
@@ -196,7 +197,7 @@ def prepare_rounds(
     if key.ndim and requests is None:
         requests = np.zeros(rows, np.int32)
     request = check_requests(requests, rows)
-    target = Target(model, levels, batch, max_new_tokens, options or CacheOptions())
+    target = Target(model, levels, batch, max_new_tokens, options_of(options, {}, "speculate"))
     plans: list[LevelPlan] = []
     caches: list[tuple[KVState, Array] | None] = []
     models = [model]

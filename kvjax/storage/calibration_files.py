@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
+from kvjax.arguments import check_path
 from kvjax.errors import StorageError
 from kvjax.storage.side import Sides
 
@@ -28,6 +29,7 @@ def calibration_file(path_or_name: str | Path) -> Path:
     Args:
       path_or_name: a file, or the name of a gate that kvjax contains; an existing file has precedence.
     """
+    check_path("the path of a calibration", path_or_name, error=StorageError)
     path = Path(path_or_name)
     own = PRETRAINED / path / FILE
     return own if len(path.parts) == 1 and not path.exists() and own.is_file() else path

@@ -25,7 +25,7 @@ from kvjax.cache.state import Layer
 from kvjax.contexts.description import describe, on_its_memory, restore, state_shapes
 from kvjax.errors import CheckpointError, InputError, shown
 from kvjax.generation.context import Context, Made
-from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
@@ -183,7 +183,7 @@ def decode(
         more than `max_bytes`.
       ConfigError: they were coded by constriction, which is not installed.
     """
-    options = (options or CacheOptions()).updated(cache, "decode")
+    options = options_of(options, cache, "decode")
     about, parts, found = _opened(data)
     codec = _codec_of(about, tables) if codec is None else codec
     if (about["codec"], about.get(codec.name)) != (codec.name, codec.about()):

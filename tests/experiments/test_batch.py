@@ -234,6 +234,18 @@ def test_rows_that_fit_in_bytes(folder, capsys, monkeypatch):
         main(command(folder, "none.jsonl", "config.py", "--cache_bytes=100"))
 
 
+def test_a_run_that_is_refused_leaves_nothing(folder):
+    """Neither empty files nor folders for them; what is there already stays."""
+    (folder / "there").mkdir()
+    for where in ("new/inner", "there"):
+        refused = command(folder, f"{where}/none.jsonl", "config.py", f"--contexts={folder / 'kept' / where}")
+        with pytest.raises(ConfigError, match="is too small"):
+            main([*refused, "--cache_bytes=100"])
+        with pytest.raises(ConfigError, match="--codec='none' must be"):
+            main([*refused, "--codec=none"])
+    assert not (folder / "new").exists() and not (folder / "kept").exists() and not [*(folder / "there").iterdir()]
+
+
 def test_a_text_that_rows_share_counts_once(folder, monkeypatch):
     """Rows are as many as fit beside the text, by the bytes of the arrays; where none fits, no text is shared."""
     (folder / "config.py").write_text(CONFIG.replace('name="window", budget=8, sinks=2', 'name="full"'))

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import types
 
 import jax
 import numpy as np
@@ -468,7 +469,7 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
         (["decode", "--against=kvpress", "--shape=opt-125m"], "kvpress does not support opt .* --shape=llama-12x768"),
         (["decode", "--against=none", "--policies=h3o"], "unknown policy 'h3o'"),
         (["decode", "--against=none", "--shape=gpt-5"], "unknown model shape 'gpt-5'"),
-        (["prefill", "--context=many"], "--context='many' is not valid"),
+        (["prefill", "--context=many"], "--context=many: must be whole numbers of at least 1, separated by commas"),
         (["decode", "--against=llama.cpp", "--dtype=bfloat16"], "in float32; got --dtype=bfloat16"),
         (["decode", "--python=vllm=/nowhere/python"], "--python=vllm=/nowhere/python is not valid; give PEER="),
         (["decode", "--python=jax"], "--python=jax= is not valid"),
@@ -545,7 +546,7 @@ def test_speculate(tmp_path):
                    "--slots=64", "--against=none", "--memory=host")  # fmt: skip
     # A CPU has no link to its memory.
     assert (far["memory"], far["rows that differ"], far["link GB/s"]) == ("host", 0, None)
-    with pytest.raises(ConfigError, match="--gammas='0' is not valid"):
+    with pytest.raises(ConfigError, match="--gammas=0: must be whole numbers of at least 1, separated by commas"):
         main(["bench", "speculate", *QUICK, "--gammas=0"])
 
 
@@ -570,6 +571,15 @@ def test_the_budgets_of_drafts(tmp_path):
     assert all_["chance"] == pytest.approx(1) == seen["chance"] and abs(all_["KL, nats"]) < 1e-5 < few["KL, nats"]
     with pytest.raises(ConfigError, match="takes one --context; got 8,9"):
         main(["bench", "acceptance", *QUICK, "--context=8,9"])
+
+
+def test_prompts_are_no_longer_than_the_texts_of_the_models_training():
+    given = types.SimpleNamespace(shape=None, model="kvjax-tiny", dtype="float32")
+    assert speculate.model_of(given, 1024).config.max_positions == 1024
+    with pytest.raises(
+        ConfigError, match="take 1,025 tokens, and kvjax-tiny was trained on texts of at most 1,024; lower"
+    ):
+        speculate.model_of(given, 1025)
 
 
 def test_tokens_that_differ_are_found_and_are_no_near_ties():

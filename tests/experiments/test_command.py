@@ -110,8 +110,8 @@ def test_help_says_what_fields_mean(capsys):
         cli.parse(["kvjax read-fraction", "--help"], about="Runs. python -m experiments.read_fraction --x=1")
     shown = capsys.readouterr().out
     assert shown.startswith("Runs. kvjax read-fraction --x=1\n")
-    assert "\n  --config.data.num_sequences: the number of rows (default 4)\n" in shown
-    assert "none = the whole prompt in one block (default\n      none)\n" in shown
+    assert "\n  --config.data.num_sequences: the number of rows (at least 1, default 4)\n" in shown
+    assert "none = the whole prompt in one block (at least\n      0, default none)\n" in shown
     assert max(map(len, shown.splitlines())) <= help_text.WIDTH and "snapkv, " in shown
     with pytest.raises(SystemExit):
         cli.parse(["program", "--helpfull"], about="about")

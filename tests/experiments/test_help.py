@@ -7,12 +7,14 @@ import io
 import re
 
 import pytest
+from absl import flags
 
 from experiments import cli, fields, help_text
 from experiments.config import ExperimentConfig
 from experiments.tasks import recall, registry
 from kvjax import policies, selection, storage
 from kvjax.checkpoint import huggingface
+from kvjax.generation.decoding import CHUNK
 from kvjax.lm_eval import help_text as lm_eval_help
 from kvjax.models import quantize, shapes
 from kvjax.planning import topologies
@@ -65,6 +67,20 @@ def test_every_flag_has_a_meaning_and_a_default(name):
     assert max(map(len, text.split("Flags")[-1].splitlines())) <= help_text.WIDTH
 
 
+def test_bounds_of_numbers_are_shown():
+    """Those of flags, of lists of numbers and of fields, in one form; a meaning that has them says them once."""
+    text = " ".join(shown(importlib.import_module("experiments.bench.__main__").main).split())
+    assert "--rounds: number of rounds, in the order A B B A (at least 1, default 5)" in text
+    assert "--gammas: for `speculate`: numbers of drafts of a round (at least 1, default 4)" in text
+    assert "--top_p: for `speculate`: of samples (from 0 to 1, default 0.9)" in text
+    assert "--batch: number of rows; default: that of each benchmark (at least 1)" in text
+    text = " ".join(shown(importlib.import_module("experiments.chunk_reuse").main).split())
+    assert "tokens that the question attends to, from 0 to 1 (default 0.25)" in text
+    text = " ".join(shown(importlib.import_module("experiments.leaderboard").main).split())
+    assert text.count("(at least 1, default ") > 3
+    assert help_text.bounds(flags.IntegerParser(None, 7)) == "at most 7" and help_text.bounds(flags.ListParser()) == ""
+
+
 def test_fields_are_in_groups_with_the_values_of_the_config_that_is_given():
     text = shown(importlib.import_module("experiments.run").main)
     assert "\nFields of the config, with their defaults where the config does not set them:\n" in text
@@ -106,11 +122,13 @@ def test_serve_shows_groups_defaults_and_names():
             continue
         (each,) = re.findall(rf"^  {action.option_strings[0]} .*(?:\n {{20,}}.*)*", text, re.M)
         each = " ".join(each.split())
-        said = f"(default {action.default})" in each
+        said = re.search(rf"[( ]default {re.escape(str(action.default))}\)", each)
         assert said or (action.default in (None, [], "") and re.search(r"; else |; without it |default none", each)), (
             each
         )
-    assert "(default full)" in text and "(default 8000)" in text
+    assert "(default full)" in text and "(from 0 to 65535, default 8000)" in text
+    plain = " ".join(text.split())
+    assert f"is sent (from 1 to {CHUNK}, default " in plain and "(at least 0, default 64)" in plain
     for table in (policies.POLICIES, storage.STORAGES, selection.SELECTIONS, quantize.WEIGHTS):
         assert all(re.search(rf"\b{name}\b", text) for name in table)
     assert max(map(len, text.split("options:")[1].splitlines())) <= serve.WIDTH

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import experiments.simulate
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, KvjaxError
 from kvjax.units import size
 
 ARGUMENTS = ["--shape=llama2-7b", "--topology=h100:1"]
@@ -78,6 +78,36 @@ def test_flags_that_a_subject_does_not_take_are_refused(subject):
         else:
             with pytest.raises(ConfigError, match=f"{flag.split('=')[0]} is for serving, .*; {subject}"):
                 run(subject, *options, flag)
+
+
+def test_slots_in_host_memory(tmp_path):
+    """A row takes none of the device's memory: rows are as many as fit in the host's."""
+    file = tmp_path / "made.json"
+    host = ["--storage=dense(memory=host)", "--host_memory=64GB"]
+    assert run("serving", *ARGUMENTS, *host, "--tokens=4096", f"--output_file={file}") == 0
+    full, slots = json.loads(file.read_text())["rows"]
+    assert full["bytes of a row"] == full["on the host"] == size(2_147_483_648)
+    assert full["rows"] == 64 * 10**9 // 2_147_483_648 and slots["rows"] == 64 * 10**9 // 268_435_456
+    assert run("preemption", *ARGUMENTS, host[0], "--users=3", "--turns=2", f"--output_file={file}") == 0
+    assert {row["moved"] for row in json.loads(file.read_text())["rows"]} == {size(0)}
+    for subject in ("layouts", "pool", "phases", "blend"):
+        with pytest.raises(KvjaxError, match="slots are in the device's memory; this model's storage holds 524288 of"):
+            run(subject, *ARGUMENTS, host[0], "--users=3", "--requests=4")
+
+
+def test_a_share_is_of_each_prompt_of_a_trace(tmp_path):
+    """Whatever --tokens says; layouts have the slots of the longest prompt."""
+    file, found = tmp_path / "made.json", {}
+    small = ["--users=4", "--turns=2", "--requests=6", "--rate=100", "--long=4000", "--policy=h2o(0.5)"]
+    for subject in ("preemption", "pool", "layouts"):
+        for tokens in (256, 4096):
+            assert run(subject, *ARGUMENTS, *small, f"--tokens={tokens}", f"--output_file={file}") == 0
+            found[subject, tokens] = json.loads(file.read_text())["rows"]
+    for subject in ("preemption", "pool"):
+        assert found[subject, 256] == found[subject, 4096]
+    # LLaMA 2 7B: half of 8,192 slots, and one for the newest token, in 32 layers.
+    *_, slots = found["layouts", 256]
+    assert slots["bytes of 256 tokens"] == size(32 * 4097 * 2 * 32 * 128 * 2)
 
 
 def test_slots_of_a_policy_that_keeps_the_prompt(tmp_path):

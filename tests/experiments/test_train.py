@@ -28,7 +28,7 @@ from kvjax import devices
 from kvjax.errors import ConfigError
 from kvjax.models.decoder import Decoder
 from kvjax.models.parameters import parameter_shapes, random_parameters
-from kvjax.planning import serving_costs
+from kvjax.planning import served_model
 from tests.conftest import ROOT, XLA_FLAGS
 
 STEPS = 12
@@ -333,7 +333,7 @@ def test_the_share_that_is_recommended(config):
     device = devices.Device("given", 1e9, 1e9, 1e9, "given", link=1e6)
     share = activations.recommended_share(SHAPE, device, rows=3, tokens=100, host_bytes=1e12)
     per_token = activations.activation_bytes(SHAPE)
-    layer = 3 * serving_costs.ServedModel.of(SHAPE).prefill_flops(100) / 2 / 1e9
+    layer = 3 * served_model.ServedModel.of(SHAPE).prefill_flops(100) / 2 / 1e9
     assert share == pytest.approx(1e6 * layer / (per_token * 300)) and 0 < share < 1
     small = activations.recommended_share(SHAPE, device, rows=3, tokens=100, host_bytes=2 * 300 * per_token * share / 4)
     assert small == pytest.approx(share / 4)

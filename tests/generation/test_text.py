@@ -151,7 +151,7 @@ def test_what_is_no_conversation_to_continue(model, tmp_path):
     [
         ([], "texts must be a string, a conversation or a sequence of these"),
         (3, "texts must be a string, a conversation"),
-        (["w5", 3], "a conversation must be messages of the form"),
+        (["w5", 3], "text 1 must be a string, or a conversation"),
         ([[{"role": "user"}]], "a conversation must be messages of the form"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.errors import InputError
 from kvjax.planning.cache_phases import DEVICE, HOST, RECOMPUTED, CachePhases
-from kvjax.planning.serving_costs import ServedModel
+from kvjax.planning.served_model import ServedModel
 
 MODEL = ServedModel(params=1_000_000, layers=2, heads=4, kv_heads=2, dim=8)
 SLOT = MODEL.layers * MODEL.slot_bytes

@@ -19,12 +19,15 @@ from kvjax.planning import attention_traffic as traffic
 from kvjax.planning import cache_phases, memory_pool, offload_shares, preemption
 from kvjax.planning import memory_layouts as layouts
 from kvjax.planning.preemption import Turn
-from kvjax.planning.serving_costs import ServedModel, layer_budgets, serving_costs
+from kvjax.planning.served_model import ServedModel, layer_budgets
+from kvjax.planning.serving_costs import serving_costs
 from tests import examples
 from tests.tiny import tiny
 
 LARGE = ServedModel(params=34_000_000_000, layers=60, heads=56, kv_heads=8, dim=128)
 SMALL = ServedModel(params=1_000_000, layers=2, heads=4, kv_heads=2, dim=8)
+ON_HOST = dataclasses.replace(SMALL, layer_host_bytes=(64, 64))
+HALF = dataclasses.replace(SMALL, layer_host_bytes=(32, 32))
 FAST = devices.Device("fast", 80e9, 2e12, 312e12, "given", link=2e10)
 
 
@@ -333,6 +336,59 @@ def test_a_row_that_computes_nothing_reads_nothing():
     assert both.ttft[50] <= alone.ttft[50] + waits
 
 
+@pytest.mark.parametrize("name", ["params", "layers", "heads", "kv_heads", "dim", "width"])
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "2", True])
+def test_counts_of_a_model_are_checked(name, wrong):
+    with pytest.raises(InputError, match=f"{name} must be a whole number"):
+        dataclasses.replace(SMALL, **{name: wrong})
+
+
+def test_slots_in_host_memory():
+    """They take no memory of the device and are not exchanged; a step moves them over the link."""
+    config = tiny().model.config
+    for memory, share in (("host", 1.0), (("device", "host"), 0.5)):
+        plan = ServedModel.of(config, 4, storage.dense(memory=memory))
+        own = ServedModel.of(config, 4)
+        assert plan.by_layer == own.by_layer and sum(plan.host_by_layer) == share * own.token_bytes
+        cache, host = own.cache_bytes(100), int(share * own.cache_bytes(100))
+        room = 7 * cache
+        device = devices.Device("small", own.weight_bytes + room, 1e9, 1e10, "given", link=1e8)
+        found = serving_costs(plan, device, 100, host_memory=9.5 * host)
+        assert (found.cache, found.host, found.rows) == (cache, host, 9)
+        assert found.decode_step_all_rows == pytest.approx(max((own.weight_bytes + 9 * cache) / 1e9, 9 * host / 1e8))
+        assert found.switch == pytest.approx(2 * (cache - host) / 1e8)
+        few = serving_costs(plan, device, 100, host_memory=2 * host)
+        assert few.rows == 2
+    # As many rows as fit in the device's memory, if it has half of each.
+    assert serving_costs(plan, device, 100).rows == 14
+    trace = [Turn(0, 0, 0.0, 100, 10), Turn(0, 1, 0.0, 50, 5)]
+    for each in (SMALL, HALF, ON_HOST):
+        made = preemption.simulate_preemption(each, FAST, trace)
+        on_device = 1 - sum(each.host_by_layer) / each.token_bytes
+        assert made.moved == 2 * on_device * each.cache_bytes(109) and made.swaps == (2 if on_device else 0)
+    # A step of one turn: over a slow link, its slots.
+    slow = dataclasses.replace(FAST, link=1e6)
+    made = preemption.simulate_preemption(HALF, slow, [Turn(0, 0, 0.0, 64, 3)], prompt_tokens=64)
+    assert made.seconds == pytest.approx(sum(HALF.cache_bytes(tokens) / 2 / 1e6 for tokens in (64, 65, 66)))
+
+
+def test_budgets_of_each_prompt():
+    """A share of the prompt is one of each request's own."""
+    trace = [Turn(0, 0, 0.0, 100, 10), Turn(0, 1, 0.0, 50, 5), Turn(1, 0, 0.0, 20, 3)]
+    device = devices.Device("large", 1e9, 1e9, 1e10, "given", link=1e8)
+    made = preemption.simulate_preemption(SMALL, device, trace, budget=lambda prompt: prompt // 2)
+    # Between its turns, the first user's text has half of the first message.
+    assert made.moved == 2 * SMALL.cache_bytes(109, 50)
+    assert made != preemption.simulate_preemption(SMALL, device, trace, budget=50)
+    requests = [memory_pool.Request(0.0, 100, 3), memory_pool.Request(1e6, 40, 3)]
+    one = dataclasses.replace(device, interconnect=1e8)
+    pool = [
+        memory_pool.simulate_pool(SMALL, one, [each], instances=1, budget=lambda prompt: prompt // 2).peak
+        for each in requests
+    ]
+    assert pool == [(SMALL.cache_bytes(100, 50),), (SMALL.cache_bytes(100, 20),)]
+
+
 @pytest.mark.parametrize(
     ("function", "match"),
     [
@@ -342,6 +398,23 @@ def test_a_row_that_computes_nothing_reads_nothing():
         (lambda: preemption.simulate_preemption(SMALL, FAST, [Turn(0, 0, 0.0, 5, 5)], copy_seconds=-1), "copy_seconds"),
         (lambda: preemption.simulate_preemption(SMALL, FAST, []), "no turns"),
         (lambda: SMALL.cache_bytes(5, (4,)), "for each of 2 layers; got 1"),
+        (lambda: SMALL.cache_bytes(-1), "tokens must be a whole number of at least 0; got -1"),
+        (lambda: serving_costs(SMALL, "h100", 5), "device must be a kvjax.devices.Device, .*; got 'h100'"),
+        (lambda: serving_costs("llama", FAST, 5), "model must be a ServedModel"),
+        (lambda: serving_costs(SMALL, dataclasses.replace(FAST, link=None), 5), "to know of fast: link to the host"),
+        (lambda: devices.Device("odd", -1, None, None, ""), "memory of a device must be a number above 0, or None"),
+        (lambda: preemption.simulate_preemption(SMALL, FAST, ["turn"]), "each turn of a trace must be"),
+        (lambda: preemption.random_trace(0, 1, rate=1.0, prompt=1, output=1), "users must be"),
+        (lambda: layouts.row_bytes(SMALL, 5, longest=-1, budget=None), "longest must be"),
+        (lambda: dataclasses.replace(SMALL, active_params=0), "active_params must be"),
+        (lambda: dataclasses.replace(SMALL, kv_heads=3), "kv_heads must divide heads=4; got 3"),
+        (lambda: dataclasses.replace(SMALL, layer_host_bytes=(0, 65)), r"layer_host_bytes\[1\] must .* 0 to 64; got"),
+        (lambda: serving_costs(ON_HOST, FAST, 5), "give host_memory"),
+        (lambda: layouts.row_bytes(ON_HOST, 5, longest=9, budget=None), "layouts: slots are in the device's memory"),
+        (lambda: cache_phases.CachePhases(model=ON_HOST, device_bytes=1, host_bytes=1, bandwidth=1, link=1, compute=1),
+         "phases: slots are in the device's memory"),
+        (lambda: memory_pool.simulate_pool(ON_HOST, FAST, [memory_pool.Request(0.0, 1, 1)], instances=1), "a pool:"),
+        (lambda: ServedModel.of(tiny().model.config, storage=storage.dense(memory="host", residual=4)), "its newest 4"),
         (lambda: SMALL.cache_bytes(5, (4, 0)), "budget"),
         (lambda: SMALL.cache_bytes(5, "4"), "one per layer"),
         (lambda: dataclasses.replace(SMALL, layer_slot_bytes=(8,)), "each of 2 layers"),

@@ -9,7 +9,7 @@ from kvjax import devices
 from kvjax.errors import InputError
 from kvjax.planning.attention_traffic import part_bytes
 from kvjax.planning.memory_pool import Request, place, random_requests, simulate_pool
-from kvjax.planning.serving_costs import ServedModel
+from kvjax.planning.served_model import ServedModel
 
 MODEL = ServedModel(params=1_000_000, layers=2, heads=4, kv_heads=2, dim=8)
 SLOT = MODEL.layers * MODEL.slot_bytes

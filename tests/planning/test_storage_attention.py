@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.planning.serving_costs import ServedModel
+from kvjax.planning.served_model import ServedModel
 from kvjax.planning.storage_attention import storage_bytes, storage_seconds
 
 MODEL = ServedModel(params=1, layers=3, heads=8, kv_heads=2, dim=16)  # 32 bytes of a vector

@@ -20,6 +20,7 @@ import kvjax
 from kvjax import contexts, policies
 from kvjax.cache import Limits
 from kvjax.checkpoint import sandbox
+from kvjax.generation.decoding import CHUNK
 from kvjax.serve import Runner
 from tests.conftest import ROOT
 from tests.serve import strange_template
@@ -600,15 +601,21 @@ def test_settings_that_are_refused_before_a_model_is_loaded(capsys, tmp_path):
             (f"--api-key=@{tmp_path}/key", "--api-key is empty"),
             (f"--api-key=@{tmp_path}/none", "No such file"),
             (f"--port={taken.getsockname()[1]}", "cannot be listened on: Address already in use"),
-            ("--waiting=-1", "--waiting must be at least 0"),
-            ("--connections=0", "--connections must be at least 1"),
             ("--host=..", "cannot be listened on"),
         ):
             assert command.main(["--model=nowhere", flag]) == command.USAGE_ERROR
             assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        command.main(["--model=nowhere", "--port=99999"])
-    assert "must be from 0 to 65535" in capsys.readouterr().err
+    for flag, valid in (
+        ("--port=99999", "from 0 to 65535"),
+        ("--waiting=-1", "at least 0"),
+        ("--connections=0", "at least 1"),
+        ("--rows=two", "at least 1"),
+        ("--chunk=65", f"from 1 to {CHUNK}"),
+    ):
+        with pytest.raises(SystemExit):
+            command.main(["--model=nowhere", flag])
+        name, _, given = flag.partition("=")
+        assert f"argument {name}: must be a whole number, {valid}; got '{given}'" in capsys.readouterr().err
 
 
 INTERRUPTED = """
