@@ -216,7 +216,7 @@ def started(monkeypatch, folder):
         package, _, name = module.partition(".")
         assert package == "experiments", module
         program = importlib.import_module(f"experiments.programs.{name}")
-        if name in ("train", "tune", "train_gate"):
+        if name in ("train", "tune", "train_gate", "train_merge", "train_reuse"):
             monkeypatch.setattr(program, name, lambda config, **_: asked.append((config, None)) or "folder")
         else:
             monkeypatch.setattr(program, "start", lambda *given: asked.append(given) or 0)
