@@ -81,7 +81,7 @@ def define(values: flags.FlagValues) -> None:
         "long_share", 0.05, "share of prompts that are long", lower_bound=0.0, upper_bound=1.0, flag_values=values
     )
     flags.DEFINE_integer("rows", 1, "rows of a batch", lower_bound=1, flag_values=values)
-    memory = "bytes of host memory for slots, such as 256GB; if not given, all fit"
+    memory = "bytes of host memory for slots, such as 256GB, which serving needs if they are there; without it, all fit"
     flags.DEFINE_string("host_memory", None, memory, flag_values=values)
     flags.DEFINE_float(
         "read_share", 1.0, "share of the slots on the host that a step reads", lower_bound=0.0, upper_bound=1.0,

@@ -77,7 +77,7 @@ class Journal:
         with contextlib.suppress(OSError):
             self.sync()
         refused = kind is not None and issubclass(kind, KvjaxError)
-        if refused and not (self.written or self._held):
+        if refused and not (self.written or self._held or self.notes):
             with contextlib.suppress(OSError):
                 self._output_path.unlink()
                 self._path.unlink()

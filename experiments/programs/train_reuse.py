@@ -69,13 +69,7 @@ def train_reuse(
         log, environment = run.begin()
         if not run.start:
             evaluate(0, state)
-        begun = run.start
-        # There is a checkpoint before each evaluation.
-        for stop in [*range(config.evaluate_every, config.steps, config.evaluate_every), config.steps]:
-            if stop > begun:
-                state = run.train(log, step, state, model.params, steps=range(begun, stop))
-                begun = stop
-                evaluate(stop, state)
+        state = run.train(log, step, state, model.params, evaluate=evaluate, evaluate_every=config.evaluate_every)
         log.close()
     method.save(run.folder, state["trained"])
     about: JsonObject = {

@@ -107,7 +107,7 @@ class TrainingRun:
             results.write(self.folder / name, results.to_json(value))
 
     def train(
-        self, log: Log, step_of: Step, state: State, params: PyTree, *, steps: range | None = None,
+        self, log: Log, step_of: Step, state: State, params: PyTree, *,
         evaluate: Callable[[int, State], None] | None = None, evaluate_every: int = 1,
     ) -> State:  # fmt: skip
         """Takes steps, writes log lines and checkpoints (after the last step too), and returns the last state.
@@ -117,14 +117,13 @@ class TrainingRun:
           step_of: takes one step.
           state: the state before the first step.
           params: the parameters of the model, with the calibration that a step needs.
-          steps: the numbers of the steps, from 0; None = those that are left.
-          evaluate: called with the number of finished steps and the state.
+          evaluate: called with the number of finished steps and the state, before the state is saved.
           evaluate_every: the number of steps between these calls; there is one after the last step too.
 
         Raises:
           Diverged: the loss or its gradient is not finite.
         """
-        config, steps = self.config, range(self.start, self.config.steps) if steps is None else steps
+        config, steps = self.config, range(self.start, self.config.steps)
         disable = None if self.progress is None else not self.progress
         bar = tqdm(total=steps.stop, initial=steps.start, unit="step", disable=disable)
         in_log = self.progress is None and not sys.stderr.isatty()

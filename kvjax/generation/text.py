@@ -116,7 +116,7 @@ def _items(texts: Text | Sequence[Text]) -> Sequence[Text]:
     """Returns the texts and conversations of an argument that may be one of them."""
     if isinstance(texts, str):
         return [texts]
-    if not isinstance(texts, Sequence) or not texts:
+    if isinstance(texts, bytes) or not isinstance(texts, Sequence) or not texts:
         raise InputError(f"texts must be a string, a conversation or a sequence of these; got {texts!r}.")
     items: Any = [texts] if isinstance(texts[0], Mapping) else texts
     for number, each in enumerate(items):

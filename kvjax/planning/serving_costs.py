@@ -19,8 +19,8 @@ class ServingCosts:
       host: those of them that are in host memory.
       rows: the rows that fit beside the weights, and in host memory.
       prefill: seconds of a prompt, which computes.
-      decode_step_one_row: seconds of a token of one row, which reads weights and cache; those of the link, if it moves
-        slots from host memory for longer.
+      decode_step_one_row: seconds of a token of one row, which reads weights and cache; or the time of the link, if
+        that is longer.
       decode_step_all_rows: seconds of a token of each of `rows` rows.
       switch: seconds to move what a row has on the device to host memory, and that of another one back.
     """

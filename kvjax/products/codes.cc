@@ -36,7 +36,7 @@ constexpr int64_t kTile = 64;
 // Slots of a part, which one thread takes at a time; sums of parts are added up in their order.
 constexpr int64_t kPart = 2048;
 // Columns of weights that a thread takes at a time: four cache lines of codes for each byte row, which often is a page of
-// its own. One row of x reads them together.
+// its own. With AVX-512, one row of x reads them together.
 constexpr int64_t kStrip = 256;
 // Rows of codes that are fetched ahead. The next strip would be too far: where rows lie a multiple of 4,096 bytes apart,
 // as those of an output head do, their lines share a set of the cache and drive each other out.
@@ -416,7 +416,7 @@ inline void AddGroup(const L& levels, const Weights& of, const float* x, const f
   for (int k = 0; k < N; k++) {
     const int64_t next = of.outputs + n + k * kLanes;
     Ahead(scale + next);
-    if (std::is_same_v<Z, float> || k == 0) Ahead(zero + next);
+    if (std::is_same_v<Z, float> || k % (64 / kLanes) == 0) Ahead(zero + next);
   }
   Vector sum[R][N] = {};
   for (int64_t j = 0; j < of.byte_rows; j++) {

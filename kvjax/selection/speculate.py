@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import choice_argument, count_argument, warn_once
 from kvjax.errors import SelectionError
+from kvjax.numerics.group_reductions import mean_over_group
 from kvjax.numerics.top_k import largest_counted
 from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Policy
@@ -111,7 +112,7 @@ class InfiniGen(Selection):
         query, key = jnp.abs(skewed(query, skew)), jnp.abs(skewed(key, skew))
         # [B, K, D] each
         return {
-            "query": sums["query"] + jnp.sum(jnp.where(mask, jnp.mean(query, axis=2), 0.0), axis=2),
+            "query": sums["query"] + jnp.sum(jnp.where(mask, mean_over_group(query), 0.0), axis=2),
             "key": sums["key"] + jnp.sum(jnp.where(mask, key, 0.0), axis=2),
         }
 

@@ -204,7 +204,7 @@ def test_a_layer_answers_for_its_only_group_of_heads():
 def test_free_slots_are_those_of_a_sort(page):
     """Those of pages that are neither empty nor full first, then the others, ascending."""
     rng = np.random.default_rng(0)
-    for size, share in ((7, 0.5), (64, 0.9), (64, 0.0), (64, 1.0), (130, 0.4)):
+    for size, share in ((7, 0.5), (64, 0.9), (130, 0.0), (130, 1.0), (130, 0.4)):
         position = np.where(rng.random((2, 3, size)) < share, rng.integers(0, 900, (2, 3, size)), -1).astype(np.int32)
         live = position >= 0
         pages = np.pad(live, ((0, 0), (0, 0), (0, -size % page))).reshape(2, 3, -1, page)
