@@ -8,7 +8,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from kvjax.numerics.group_reductions import max_over_group, mean_over_group
 from kvjax.numerics.mask_indices import compact
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.numerics.top_k import largest
@@ -80,7 +79,7 @@ def rank(
                 raise ValueError("rank(normalise='probability') needs the visible slots")
             score = softmax(score, visible[:, :, None])
     # [B, K, U]
-    reduced = max_over_group(score) if reduce == "max" else mean_over_group(score)
+    reduced = jnp.max(score, axis=2) if reduce == "max" else jnp.mean(score, axis=2)
     return jnp.where(candidate, reduced, -jnp.inf)
 
 

@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
 from kvjax.errors import SelectionError
-from kvjax.numerics.group_reductions import max_over_group, mean_over_group
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.numerics.statistics import MASS
 from kvjax.policies.base import Policy, fixed_slots
@@ -171,7 +170,7 @@ class Local(Variant):
             logits = soft_capped(logits, problem.soft_cap)
             dense = jax.lax.stop_gradient(softmax(logits, visible[:, :, None]))
             # [B, K, S]
-            paid = mean_over_group(dense) if problem.group_reduce == "mean" else max_over_group(dense)
+            paid = jnp.mean(dense, axis=2) if problem.group_reduce == "mean" else jnp.max(dense, axis=2)
             room = jnp.where(at < heavy, position.shape[2], heavy - 1)
             stay = best(total, kept, position, room) | own
             seen = visible & (stay | (position > at - recent))

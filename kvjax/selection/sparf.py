@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
-from kvjax.numerics.group_reductions import mean_over_group
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.numerics.top_k import largest
 from kvjax.policies.base import Policy
@@ -120,7 +119,7 @@ class SparF(Selection):
         # [B, K, G, S]
         probability = self.approximate(query, view)
         # [B, K, S]; the mean over query heads ranks as their sum
-        worth = jax.lax.stop_gradient(mean_over_group(probability))
+        worth = jax.lax.stop_gradient(jnp.mean(probability, axis=2))
         chosen = best(worth, view.visible, view.position, self.k)
         # [B, K, G]
         share = jnp.sum(jnp.where(chosen[:, :, None], probability, 0.0), axis=3)
