@@ -52,7 +52,7 @@ def train_gate(
     policy = policy_of(config, gate)
     first = kvjax.load_calibration(config.start) if config.start else None
     sources = {} if first is None else {"start": first.hash}
-    with training_run.opened(config, sources=sources, command=command, progress=progress, writers=writers) as run:
+    with training_run.open_run(config, sources=sources, command=command, progress=progress, writers=writers) as run:
         model, size = run.model, run.size
         setup = training.Setup(model.config, gate, _retentions(config, policy, model.config.num_layers))
         objective = _objective(config, model, size)
@@ -91,7 +91,7 @@ def train_gate(
         else:
             optimizer = optimizer_of(config)
             memory, step = optimizer.init(trained), make_step(config, setup, objective, optimizer)
-        state = run.restored({"trained": trained, "optimizer": memory, "step": jnp.int32(0)})
+        state = run.restore({"trained": trained, "optimizer": memory, "step": jnp.int32(0)})
         baselines = run.baselines(BASELINES, measured_baselines)
         log, environment = run.begin()
         if not run.start:

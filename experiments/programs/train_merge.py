@@ -47,7 +47,7 @@ def train_merge(
     files(config)
     shape, policy = config.windows, policy_of(config)
     own = merges.merge_parameters(policy)
-    with training_run.opened(config, command=command, progress=progress, writers=writers) as run:
+    with training_run.open_run(config, command=command, progress=progress, writers=writers) as run:
         model, size = run.model, run.size
         trained: Any = merges.initial_merge(model, policy, config.seed)
         ready = calibrated(model, policy, calibration_of(model, own, trained))
@@ -79,7 +79,7 @@ def train_merge(
 
         optimizer = optimizer_of(config)
         step = likelihood_step(optimizer, function, lambda params, layers: merges.with_layers(params, own.name, layers))
-        state = run.restored({"trained": trained, "optimizer": optimizer.init(trained)})
+        state = run.restore({"trained": trained, "optimizer": optimizer.init(trained)})
         before = run.baselines(BEFORE, measured_before)
         log, environment = run.begin()
         numbers = f"{parameters.count(trained):,} numbers"

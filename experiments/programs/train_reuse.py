@@ -52,7 +52,7 @@ def train_reuse(
     """
     check(config)
     files(config)
-    with training_run.opened(config, command=command, progress=progress, writers=writers) as run:
+    with training_run.open_run(config, command=command, progress=progress, writers=writers) as run:
         model, held_out = run.model, run.held_out
         distributed.check_alone(model.params, "experiments.train_reuse")
         method = METHODS[config.method](config, model)
@@ -65,7 +65,7 @@ def train_reuse(
 
         optimizer, trained = optimizer_of(config), method.initial()
         step, memories = make_step(config, method, optimizer), [optimizer.init(each) for each in trained]
-        state = run.restored({"trained": trained, "optimizer": memories, "step": jnp.int32(0)})
+        state = run.restore({"trained": trained, "optimizer": memories, "step": jnp.int32(0)})
         log, environment = run.begin()
         if not run.start:
             evaluate(0, state)

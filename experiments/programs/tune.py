@@ -58,7 +58,7 @@ def tune(config: TuneConfig, *, command: str = "", progress: bool | None = None,
     spec = specs.build_spec(own)
     under = spec if config.train_under == SPEC else CacheSpec(full())
     print_status(f"loading {config.model.path} ...")
-    with training_run.opened(config, own, command=command, progress=progress, writers=writers) as run:
+    with training_run.open_run(config, own, command=command, progress=progress, writers=writers) as run:
         model = run.model
         ready = calibrated_for(model, under, None)
         function = score_function(
@@ -83,7 +83,7 @@ def tune(config: TuneConfig, *, command: str = "", progress: bool | None = None,
         )
         state, tokens = initial(ready.params), model.place(run.texts.batch(run.start, config.rows, run.size))
         _check_gradient(step_of, (state, ready.params, tokens), under)
-        state = run.restored(state)
+        state = run.restore(state)
         before = run.baselines(BEFORE, lambda: measured(model, "before"))
         log, environment = run.begin(devices_used=devices)
         if not run.start:

@@ -26,20 +26,20 @@ def optimizer_of(config: TrainingConfig) -> optax.GradientTransformation:
 
 
 def apply_gradients(
-    optimizer: optax.GradientTransformation, gradients: PyTree, memory: optax.OptState, trained: PyTree
+    optimizer: optax.GradientTransformation, gradients: PyTree, opt_state: optax.OptState, trained: PyTree
 ) -> tuple[PyTree, optax.OptState]:
     """Returns the trained parameters and the optimizer's state after an update.
 
     Args:
       optimizer: from `optimizer_of`.
       gradients: the gradients of the loss, a tree like `trained`.
-      memory: the optimizer's state before the update.
+      opt_state: the optimizer's state before the update.
       trained: the parameters before the update.
     """
     # optax multiplies integers by floats, which strict promotion refuses.
     with jax.numpy_dtype_promotion("standard"):
-        updates, memory = optimizer.update(gradients, memory, trained)
-        return optax.apply_updates(trained, updates), memory
+        updates, opt_state = optimizer.update(gradients, opt_state, trained)
+        return optax.apply_updates(trained, updates), opt_state
 
 
 def gradient_step(
@@ -53,8 +53,8 @@ def gradient_step(
       state: the state before the step.
     """
     loss, gradients = jax.value_and_grad(loss_of)(state["trained"])
-    trained, memory = apply_gradients(optimizer, gradients, state["optimizer"], state["trained"])
-    return {**state, "trained": trained, "optimizer": memory}, {"total": loss, "norm": optax.tree.norm(gradients)}
+    trained, opt_state = apply_gradients(optimizer, gradients, state["optimizer"], state["trained"])
+    return {**state, "trained": trained, "optimizer": opt_state}, {"total": loss, "norm": optax.tree.norm(gradients)}
 
 
 def likelihood_step(

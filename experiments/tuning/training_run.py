@@ -40,7 +40,7 @@ INPUTS = "inputs.json"
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """A run whose folder is open; see `opened`.
+    """A run whose folder is open; see `open_run`.
 
     Attributes:
       config: the settings.
@@ -75,7 +75,7 @@ class TrainingRun:
         """The folder of the run."""
         return Path(self.config.output)
 
-    def restored(self, state: State) -> State:
+    def restore(self, state: State) -> State:
         """Returns the state of the last checkpoint, or the given one, whose tree is the same, if there is none."""
         return self.manager.restore(self.start, args=ocp.args.StandardRestore(state)) if self.start else state
 
@@ -156,7 +156,7 @@ class TrainingRun:
 
 
 @contextlib.contextmanager
-def opened(
+def open_run(
     config: TrainingConfig, experiment: ExperimentConfig | None = None, *, sources: Mapping[str, str] | None = None,
     command: str = "", progress: bool | None = None, writers: Sequence[str] = (),
 ) -> Iterator[TrainingRun]:  # fmt: skip

@@ -159,14 +159,14 @@ def save(folder: str | Path, context: Context, *, codec: ContextCodec | None = N
     return _saved(write, wait)
 
 
-def _path(folder: object) -> Path:
+def _path(folder: str | os.PathLike[str]) -> Path:
     """Returns the absolute path of a folder that is given.
 
     Raises:
       InputError: it is no path.
     """
     check_path("folder", folder)
-    return Path(folder).expanduser().resolve()  # type: ignore[arg-type]  # a path
+    return Path(folder).expanduser().resolve()
 
 
 def _check_codec(codec: object) -> None:

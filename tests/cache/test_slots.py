@@ -210,7 +210,7 @@ def test_free_slots_are_those_of_a_sort(page):
         pages = np.pad(live, ((0, 0), (0, 0), (0, -size % page))).reshape(2, 3, -1, page)
         begun = np.repeat(pages.any(axis=3), page, axis=2)[:, :, :size] & (page > 1)
         order = np.argsort(np.where(live, 2, np.where(begun, 0, 1)), axis=2, kind="stable")
-        for count in (2, size + 3):
+        for count in (2, size, size + 3):
             expected = np.full((2, 3, count), size)
             free = np.minimum((~live).sum(axis=2), count)
             for index in np.ndindex(2, 3):
