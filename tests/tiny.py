@@ -14,6 +14,7 @@ from kvjax.cache import Block, KVState, LayerKV, layers_of
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.parameters import parameter_shapes
+from kvjax.models.stacked_params import stacked
 from kvjax.numerics.rope import Rope
 from tests.parameters import with_parameters
 from tests.reference import ReferenceConfig, random_model
@@ -48,6 +49,11 @@ def tiny(heads: str = "gqa", seed: int = 0, head_dim: int = 8, layers: int = 2) 
     )
     model = with_parameters(kvjax.Model(config, jax.tree.map(jnp.asarray, params)))
     return Tiny(model, params, reference)
+
+
+def in_stacks(model: kvjax.Model) -> kvjax.Model:
+    """The model with the weights of its layers in stacks, so that layers run as loops on any platform."""
+    return dataclasses.replace(model, params=stacked(model.params))
 
 
 def random_weights(config: DecoderConfig, seed: int = 0) -> Any:

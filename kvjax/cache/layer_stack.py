@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.state import KVState, Layer
-from kvjax.numerics.stack_slices import AXIS
+from kvjax.numerics.slices import AXIS, slice_shape
 from kvjax.summary import items, one_line
 from kvjax.typing import PyTree
 
@@ -74,8 +74,7 @@ class LayerStack(flax.struct.PyTreeNode):
 def _slice(leaf: PyTree, index: int) -> PyTree:
     """Returns the part of a layer of a stacked leaf [B, L, ...], or of its shape."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        batch, _, *others = leaf.shape
-        return jax.ShapeDtypeStruct((batch, *others), leaf.dtype)
+        return slice_shape(leaf)
     if isinstance(leaf, np.ndarray):
         return leaf[:, index]
     # An index that is an operand: `leaf[:, index]` would compile another program for each layer.

@@ -20,15 +20,16 @@ from kvjax.checkpoint.readers import Stored
 from kvjax.checkpoint.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from kvjax.checkpoint.writer import save
 from kvjax.errors import CheckpointError, ConfigError, shown
-from kvjax.models import families, generation_config, offload, quantize
+from kvjax.models import families, generation_config, layer_loop, offload, quantize
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.quantize import WeightCodes, as_weight_codes
+from kvjax.models.stacked_params import LAYER, StackBuilder
 from kvjax.models.values import Json
 from kvjax.parallel import distributed, sharding
 from kvjax.parallel.meshes import make_mesh
 from kvjax.parallel.rules import Rules, using
-from kvjax.parallel.sharding import PyTree
+from kvjax.parallel.sharding import Params, PyTree
 from kvjax.products import QuantizedMatrix
 
 Array = jax.Array
@@ -145,6 +146,9 @@ def _load(
         quantize.check(config, codes)
         place = _Place(mesh, on_host)
         params: dict[str, PyTree] = {}
+        builder: StackBuilder | None = None
+        if layer_loop.wants_stacks(config) and not (codes or keep or form or on_host):
+            builder = StackBuilder(config.num_layers)
         stacks: dict[names.Path, list[PyTree]] = {}
         kept = 0
         for tensor in _expected(source, config, stored):
@@ -170,9 +174,6 @@ def _load(
                     parts = [*tensor.split(whole)]
                     del whole
             for path in tensor.paths:
-                node = params
-                for key in path[:-1]:
-                    node = node.setdefault(key, {})
                 part = parts.pop(0)
                 if tensor.stack:
                     entries = stacks.setdefault(path, [])
@@ -181,8 +182,15 @@ def _load(
                         continue
                     part = _stacked(stacks.pop(path), path)
                 with using(rules):
-                    node[path[-1]] = place.coded(part, path, codes, target) if codes and coded else place(part, path)
-                del part
+                    made = place.coded(part, path, codes, target) if codes and coded else place(part, path)
+                if builder is not None and path[0].startswith(LAYER) and not isinstance(made, QuantizedMatrix):
+                    builder.add(path, made)
+                else:
+                    node = params
+                    for key in path[:-1]:
+                        node = node.setdefault(key, {})
+                    node[path[-1]] = made
+                del part, made
     except OSError as error:
         raise CheckpointError(f"{error.filename or checkpoint} cannot be read: {error.strerror or error}.") from None
     if keep and source.coded is not None and not kept:
@@ -190,8 +198,9 @@ def _load(
             f"{checkpoint} has no matrix of the types {', '.join(gguf.KEPT)}, whose codes can be kept; leave out "
             f"weights={STORED!r}."
         )
-    sharding.warn_of_copies(params, mesh, rules)
-    return Model(config, params, tokenizer, mesh, source.defaults, rules)
+    held: Params = params if builder is None else builder.build(params)
+    sharding.warn_of_copies(held, mesh, rules)
+    return Model(config, held, tokenizer, mesh, source.defaults, rules)
 
 
 @dataclasses.dataclass(frozen=True)

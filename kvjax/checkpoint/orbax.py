@@ -18,6 +18,7 @@ from kvjax.cache.state import KVState, Layer, LayerKV
 from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_shapes
+from kvjax.models.stacked_params import unstacked
 from kvjax.parallel import distributed, sharding
 from kvjax.parallel.rules import Rules, using
 from kvjax.parallel.sharding import QUANTIZED, Params, PyTree
@@ -42,7 +43,7 @@ def save_params(folder: str | Path, params: Params) -> None:
     Raises:
       CheckpointError: if the folder exists.
     """
-    _save(folder, params)
+    _save(folder, unstacked(params))
 
 
 def restore_params(

@@ -32,6 +32,7 @@ from kvjax.models import layer_loop
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.decoder_layer import run_layer
+from kvjax.models.stacked_params import LAYER, StackedParams
 from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.sharding import Params
 
@@ -65,12 +66,15 @@ def calls_layers(config: DecoderConfig, params: Params, layout: CacheLayout) -> 
     Raises:
       ConfigError: ``KVJAX_LAYER_LOOPS`` has another value than those that exist.
     """
-    allowed = layer_loop.setting() in (layer_loop.ON, layer_loop.CALLS)
+    allowed = layer_loop.setting() != layer_loop.OFF
     if not allowed or layout.runs or layout.replay is not None or layout.shares_layers:
         return False
     if layout.block is not None and layout.block < MIN_BLOCK:
         return False
-    if shared_prefix.PARAM in params or any(map(host_memory.on_host, jax.tree.leaves(params))):
+    # A layer's slices of stacks would be copied for each call.
+    if isinstance(params, StackedParams) or shared_prefix.PARAM in params:
+        return False
+    if any(map(host_memory.on_host, jax.tree.leaves(params))):
         return False
     if any(group.arrangement.borrows(group) for layer in layout.decode for group in layer):
         return False
@@ -166,7 +170,7 @@ def run_block(
 
 def without_layers(params: Params) -> Params:
     """Returns the parameters that belong to no layer."""
-    return {name: own for name, own in params.items() if not name.startswith("layer_")}
+    return {name: params[name] for name in params if not name.startswith(LAYER)}
 
 
 @program(static_argnames=("config", "layout", "dtype"))

@@ -23,7 +23,7 @@ from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.decoder_layer import POLICY, SIDES, SKEW, attention_args, run_layer
 from kvjax.models.model import Model
-from kvjax.numerics.stack_slices import AXIS
+from kvjax.numerics.slices import AXIS
 from kvjax.parallel import host_memory
 from kvjax.parallel.sharding import Params
 

@@ -14,6 +14,7 @@ from kvjax.models import layer_loop
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import CHOICES, PROJECTED, RUNS, SEEN, Choice, Decoder
 from kvjax.models.decoder_layer import Streams
+from kvjax.models.stacked_params import LAYER, StackedParams
 from kvjax.parallel.sharding import Params, PyTree
 
 Array = jax.Array
@@ -117,7 +118,12 @@ class BoundDecoder(NamedTuple):
         return cast(Array, self._apply("logits", hidden))
 
     def _apply(self, method: str, *arguments: Any, **options: Any) -> Any:
-        variables = {"params": self.params, RUNS: {str(own.run.start): own for own in self.run_params}}
+        params = self.params
+        if isinstance(params, StackedParams):
+            # Flax takes no other mapping than a dict. Slices of layers that loop are not needed.
+            looped = {f"{LAYER}{index}" for run in self.runs for index in run.layers}
+            params = {name: params[name] for name in params if name not in looped}
+        variables = {"params": params, RUNS: {str(own.run.start): own for own in self.run_params}}
         return Decoder(self.config, self.dtype).apply(variables, *arguments, method=method, **options)
 
 

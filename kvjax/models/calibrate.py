@@ -24,6 +24,7 @@ from kvjax.models.config import DecoderConfig, model_sizes
 from kvjax.models.decoder_layer import POLICY, SIDES, run_layer
 from kvjax.models.gradients import gradients
 from kvjax.models.model import Model, check_model
+from kvjax.models.stacked_params import with_attention
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
@@ -202,16 +203,12 @@ def with_calibration(model: Model, needs: Needs, calibration: Calibration | None
             f"the calibration ({calibration.method}) was made for a model with the fingerprint {calibration.model}, "
             f"and this model has {own}; make one for this model with kvjax.calibrate."
         )
-    params = dict(model.params)
-    for index, given in enumerate(calibration.layers):
-        layer = dict(params[f"layer_{index}"])
-        attention = dict(layer["attention"])
-        if sides := {name: parts for name, parts in given.items() if name in STORAGE_SIDES}:
-            attention[SIDES] = sides
-        if others := {name: parts for name, parts in given.items() if name not in STORAGE_SIDES}:
-            attention[POLICY] = {**attention.get(POLICY, {}), **others}
-        params[f"layer_{index}"] = {**layer, "attention": attention}
-    return dataclasses.replace(model, params=params)
+    entries: list[Params] = []
+    for given in calibration.layers:
+        sides = {name: parts for name, parts in given.items() if name in STORAGE_SIDES}
+        others = {name: parts for name, parts in given.items() if name not in STORAGE_SIDES}
+        entries.append({name: own for name, own in ((SIDES, sides), (POLICY, others)) if own})
+    return dataclasses.replace(model, params=with_attention(model.params, entries))
 
 
 def _check(calibration: Calibration, model: Model, needs: Needs) -> None:

@@ -14,6 +14,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder_layer import SIDES, SKEW
 from kvjax.models.model import Model, check_model
 from kvjax.models.skew import can_fold
+from kvjax.models.stacked_params import with_attention
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.products.quantized import is_quantized
@@ -53,19 +54,17 @@ def compress_kv_heads(model: Model, calibration: Calibration, heads: int) -> Mod
     if calibration is None:
         raise StorageError("compress_kv_heads needs a calibration: kvjax.calibrate(model, tokens, kv_heads(heads)).")
     calibrated(model, held, calibration)  # raises where it does not fit
-    params = dict(model.params)
+    params, layers = model.params, []
     if any(map(is_quantized, params["layer_0"]["attention"]["key"].values())):
         raise StorageError(
             "compress_kv_heads: the model's weights are codes, into which nothing can be folded; load exact weights, "
             "and quantize the result with kvjax.quantize_weights."
         )
     for index, sides in enumerate(calibration.layers):
-        layer = dict(params[f"layer_{index}"])
         basis = {name: np.asarray(sides[name]["basis"], np.float64) for name in ("key", "value")}
-        layer["attention"] = _folded(layer["attention"], basis, config, heads)
-        params[f"layer_{index}"] = layer
+        layers.append(_folded(params[f"layer_{index}"]["attention"], basis, config, heads))
     fewer = dataclasses.replace(config, num_kv_heads=config.num_kv_heads // heads)
-    return dataclasses.replace(model, config=fewer, params=params)
+    return dataclasses.replace(model, config=fewer, params=with_attention(params, layers))
 
 
 def _folded(attention: Params, basis: dict[str, np.ndarray], config: DecoderConfig, heads: int) -> Params:

@@ -162,10 +162,10 @@ class Decoder(nn.Module):
             hint: Array | None = entered if looks_ahead else None
             if (run := runs.get(index)) is not None:
                 stack = None if kv is None else cast(LayerStack, entries[len(after)])
-                run_layer, params = self._run_layer(index, phase), self.variables["params"]
+                run_layer = self._run_layer(index, phase)
                 collect = self._collect if self._wanted() else None
                 looped = run_loop(
-                    run_layer, run, x, hint, stack, block, params, phase[index], collect,
+                    run_layer, run, x, hint, stack, block, phase[index], collect,
                     None if prefixes is None else prefixes[len(after)],
                 )  # fmt: skip
                 self._sow(index, looped.collected)

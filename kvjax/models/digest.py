@@ -7,22 +7,26 @@ import jax
 import numpy as np
 
 from kvjax.parallel import distributed
+from kvjax.parallel.sharding import Params
 from kvjax.typing import PyTree
 
 _known = dict[int, bytes]()  # by the id of an array that exists
 
 
-def model_digest(params: PyTree) -> str:
+def model_digest(params: Params) -> str:
     """Returns the SHA-256 of parameters: of the path, dtype, shape and digest of each, in the order of paths.
 
     One array at a time is copied to the host, and once: the digests of JAX arrays, which do not change, are kept as
     long as the arrays are.
     """
     digest = hashlib.sha256()
-    named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-    for path, leaf in sorted(named.items()):
-        digest.update(f"{path} {leaf.dtype} {leaf.shape}".encode())
-        digest.update(_array_digest(leaf))
+    # Layers in stacks are sliced one at a time.
+    for name in sorted(params):
+        leaves = jax.tree_util.tree_flatten_with_path({name: params[name]})[0]
+        named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        for path, leaf in sorted(named.items()):
+            digest.update(f"{path} {leaf.dtype} {leaf.shape}".encode())
+            digest.update(_array_digest(leaf))
     return digest.hexdigest()
 
 

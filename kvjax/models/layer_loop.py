@@ -1,23 +1,28 @@
 """Layers that are alike as one loop, so that the time of compilation does not follow the number of layers.
 
 XLA compiles every operation of every layer that it is given. A loop has the operations of one layer, and its iterations
-differ in data: they have matrices of weights by an index (`kvjax.products.IndexedMatrix`), and other parameters,
-budgets and caches in stacks (`kvjax.numerics.stack_slices`). Loops run on CPUs, where kvjax's own products read one of
-several matrices. On other platforms layers are unrolled, because a kernel would be given a copy of each layer's slice
-of the stacked caches; prompts call a program of one layer there (`kvjax.generation.layer_calls`). Layers that share
-arrays, or have them in host memory, are unrolled too.
+differ in data: they read weights and caches of one layer by its index.
 
+On CPUs, layers run as loops by default. kvjax's own products read one of several matrices by an index, see
+`kvjax.products.IndexedMatrix`; other parameters, budgets and caches are in stacks, see `kvjax.numerics.stack_slices`.
 SmolLM2-135M with a full cache in int8, 2 rows of 512 tokens, two cores of an EPYC: a first `generate` takes 9 CPU
 seconds instead of 43, a step 26 ms instead of 31. With the codes of its GGUF file as weights, under h2o, one row of
-512 tokens, two cores of another EPYC: 4 CPU seconds instead of 29. Layers with quantised weights are
-unrolled if scales are not float32, as they would be converted for each product, or if inputs have another order than
-their own, and under ``stacked``.
+512 tokens, two cores of another EPYC: 4 CPU seconds instead of 29. Layers are unrolled if they share arrays, have them
+in host memory, or have quantised weights whose scales are not float32, as they would be converted for each product, or
+whose inputs have another order than their own.
+
+On other platforms, layers run as loops if their weights are in stacks (`kvjax.models.stacked_params`), into which
+``KVJAX_LAYER_LOOPS=stacked`` makes `kvjax.load` read them. XLA fuses the slice of a weight with its product, on meshes
+too, and TPU kernels of whole steps read and write a layer's slots within the stacks (`takes_slices`); steps by other
+kernels are unrolled. The programs of OPT-30B on 8 TPU v5e then take 14 CPU seconds to compile instead of 41, or of 22
+with prompts by `kvjax.generation.layer_calls`, which is the default. It is not the default there, because XLA reads the
+weights of later layers ahead only if layers are unrolled: by the TPU compiler's own estimate, which counts no kernels,
+a step of loops takes up to 1.3 times as long. SmolLM2-135M on an H200, float32, 8 rows of 2,048 tokens, takes 18 s for
+a first call, beside 17 other processes, and 4.7 ms a step with a full cache, 3.5 under h2o at 20 %; steps of unrolled
+layers have not been measured there.
 
 The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare, and ``calls`` unrolls them but for
-prompts, which call layers. ``stacked`` runs loops on every platform: each program stacks the weights, which takes their
-memory twice, and XLA copies the slices of weights and caches that it does not fuse. SmolLM2-135M on an H200, float32, 8
-rows of 2,048 tokens, then takes 18 s for a first call, beside 17 other processes, and 4.7 ms a step with a full cache,
-3.5 under h2o at 20 %. Steps of unrolled layers have not been measured there, so that it is not the default.
+prompts, which call layers.
 """
 
 import os
@@ -36,10 +41,12 @@ from kvjax.cache.state import Block, Layer, LayerKV
 from kvjax.errors import ConfigError
 from kvjax.kernels.decode import coded
 from kvjax.models.config import DecoderConfig
+from kvjax.models.stacked_params import StackedParams
 from kvjax.numerics import stack_slices
+from kvjax.numerics.slices import Slice, array_of, is_slice
 from kvjax.parallel import host_memory
 from kvjax.parallel.sharding import Params
-from kvjax.products import IndexedMatrix, QuantizedMatrix, native, on_mesh, runs_native
+from kvjax.products import IndexedMatrix, QuantizedMatrix, native, runs_native
 from kvjax.products.indexed import can_index
 from kvjax.products.quantized import is_quantized
 from kvjax.typing import PyTree
@@ -65,10 +72,10 @@ def possible_runs(config: DecoderConfig, params: Params, prompt: Phase, decode: 
     Raises:
       ConfigError: see `setting`.
     """
-    given = setting()
-    if given in (OFF, CALLS) or config.num_experts or on_mesh():
+    if setting() in (OFF, CALLS) or config.num_experts:
         return ()
-    if given == ON and not (runs_native() and native.load(native.INDEXED_PRODUCT) is None):
+    by_products = runs_native() and native.load(native.INDEXED_PRODUCT) is None
+    if not by_products and not isinstance(params, StackedParams):
         return ()
     keys = [_key(config, params, (prompt[index], decode[index]), index) for index in range(config.num_layers)]
     found, start = [], 0
@@ -92,33 +99,50 @@ def setting() -> str:
     return given
 
 
+def wants_stacks(config: DecoderConfig) -> bool:
+    """Returns whether exact weights of layers should be in stacks; see `kvjax.models.stacked_params`."""
+    return setting() == STACKED and not config.num_experts
+
+
 def _key(config: DecoderConfig, params: Params, groups: tuple[tuple[Group, ...], ...], index: int) -> Any:
     """Returns what the layers of a loop have in common; None for a layer that is unrolled."""
-    own = params[f"layer_{index}"]
-    leaves, tree = jax.tree.flatten(own)
     every = [group for phase in groups for group in phase]
     dtype = params["embed"]["tokens"].dtype
-    can_loop = all(_can_loop(group, config.head_dim, dtype) for group in every)
-    if any(map(host_memory.on_host, leaves)) or not can_loop:
+    in_stacks = isinstance(params, StackedParams)
+    if not all(_can_loop(group, config.head_dim, dtype, in_stacks) for group in every):
         return None
-    others = [leaf for path, leaf in _leaves(own) if not _is_indexed(path, leaf)]
-    if any(map(is_quantized, others)):
-        return None
-    if setting() != STACKED and max((leaf.size for leaf in others), default=0) > LARGEST:
-        return None
+    own = params.layer_shapes if isinstance(params, StackedParams) else params[f"layer_{index}"]
+    leaves, tree = jax.tree.flatten(own)
+    if not in_stacks:
+        if any(map(host_memory.on_host, leaves)):
+            return None
+        others = [leaf for path, leaf in _leaves(own) if not _is_indexed(path, leaf)]
+        if any(map(is_quantized, others)):
+            return None
+        if max((leaf.size for leaf in others), default=0) > LARGEST:
+            return None
     # The first layer has no hint.
     first = index == 0 and any(group.selection.ahead for group in every)
     return config.kind(index), groups, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), first
 
 
-def _can_loop(group: Group, dim: int, dtype: jnp.dtype) -> bool:
-    own = group.arrangement
+def _can_loop(group: Group, dim: int, dtype: jnp.dtype, in_stacks: bool) -> bool:
+    """Whether a group's slots can be slices of stacks, without copies that take long."""
+    if group.storage.on_host or group.arrangement.borrows(group) or group.slot_axes:
+        return False
     by_kernel = group.step_implementation is not None or group.attn_implementation != "xla"
+    if in_stacks:
+        # A prompt is limited by arithmetic, which hides the copy of a layer's slots.
+        return not group.decoding or not by_kernel or takes_slices(group)
     # Slices of codes that kvjax's own products do not read would be copied in each step. While the products are being
     # built they are: a program that is compiled soon is worth more then.
     reasons = [coded.refuses(codec, dim, dtype) for codec in group.codecs if codec is not None]
-    in_codes = setting() != STACKED and any(reason not in (None, native.BUILDING) for reason in reasons)
-    return not (by_kernel or in_codes or group.storage.on_host or own.borrows(group) or group.slot_axes)
+    return not by_kernel and all(reason in (None, native.BUILDING) for reason in reasons)
+
+
+def takes_slices(group: Group) -> bool:
+    """Whether the kernel of a decoding step reads and writes the slots of a layer within a stack."""
+    return group.step_implementation == "pallas_tpu" and not any(group.codecs)
 
 
 def _leaves(params: Params) -> list[tuple[KeyPath, Any]]:
@@ -130,7 +154,7 @@ def _is_indexed(path: KeyPath, leaf: Array | QuantizedMatrix) -> bool:
     """Whether the parameters of all layers are operands of a product with an index; others are stacked."""
     names = [getattr(each, "key", None) for each in path]
     # Policies and storages choose the names of their arrays, and read them as plain arrays.
-    return setting() != STACKED and names[-1] == "kernel" and not NO_MODULES & {*names} and can_index(leaf)
+    return names[-1] == "kernel" and not NO_MODULES & {*names} and can_index(leaf)
 
 
 def runs_now(stacked: LayerRuns, config: DecoderConfig, params: Params, phase: Phase) -> LayerRuns:
@@ -152,17 +176,35 @@ class RunParams(flax.struct.PyTreeNode):
 
     Attributes:
       run: the layers.
+      tree: of the parameters of a layer.
+      first: index of the run's first layer in `stacks`.
       matrices: for each parameter of a layer the matrices of all layers; () if it is stacked.
       stacks: for each parameter [L, ...]; None if its matrices are apart.
     """
 
     run: LayerRun = flax.struct.field(pytree_node=False)
+    tree: jax.tree_util.PyTreeDef = flax.struct.field(pytree_node=False)
+    first: int = flax.struct.field(pytree_node=False)
     matrices: tuple[tuple[Array | QuantizedMatrix, ...], ...]
     stacks: tuple[Array | None, ...]
+
+    def of_layer(self, index: Array) -> Params:
+        """Returns the parameters of the layer of an index within the run."""
+        leaves: list[Any] = [
+            IndexedMatrix(matrices, index)
+            if stack is None
+            else jax.lax.dynamic_index_in_dim(stack, self.first + index, 0, False)
+            for matrices, stack in zip(self.matrices, self.stacks, strict=True)
+        ]
+        found: Params = jax.tree.unflatten(self.tree, leaves)
+        return found
 
 
 def run_params(params: Params, run: LayerRun) -> RunParams:
     """Collects the parameters of a run, outside of loops over tokens, so that steps stack nothing."""
+    if isinstance(params, StackedParams):
+        leaves, tree = jax.tree.flatten(params.layers)
+        return RunParams(run, tree, run.start, ((),) * len(leaves), tuple(leaves))
     each = [_leaves(params[f"layer_{index}"]) for index in run.layers]
     matrices: list[tuple[Array | QuantizedMatrix, ...]] = []
     stacks: list[Array | None] = []
@@ -171,16 +213,8 @@ def run_params(params: Params, run: LayerRun) -> RunParams:
         indexed = _is_indexed(path, arrays[0])
         matrices.append(arrays if indexed else ())
         stacks.append(None if indexed else jnp.stack(arrays))
-    return RunParams(run, tuple(matrices), tuple(stacks))
-
-
-def _of_layer(own: RunParams, like: Params, index: Array) -> Params:
-    """Returns the parameters of the layer of an index within its run, as a tree like another layer's."""
-    leaves: list[Any] = [
-        IndexedMatrix(matrices, index) if stack is None else jax.lax.dynamic_index_in_dim(stack, index, 0, False)
-        for matrices, stack in zip(own.matrices, own.stacks, strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_quantized), leaves)
+    tree = jax.tree.structure(params[f"layer_{run.start}"], is_leaf=is_quantized)
+    return RunParams(run, tree, 0, tuple(matrices), tuple(stacks))
 
 
 class Output(Protocol):
@@ -221,7 +255,6 @@ def run_loop(
     hint: Array | None,
     cache: LayerStack | None,
     block: Block,
-    params: Params,
     groups: tuple[Group, ...],
     collect: Callable[[T], PyTree] | None = None,
     prefix: LayerPrefix | None = None,
@@ -235,7 +268,6 @@ def run_loop(
       hint: [B, n, hidden], the input of the attention of the layer before; None if no selection looks ahead.
       cache: of the layers; None if the block is the whole prompt.
       block: the tokens, with the budgets of all layers of the model.
-      params: of the model.
       groups: of heads, of each layer.
       collect: the output of a layer -> a tree of arrays, which is returned of each layer; None for nothing.
       prefix: the text that all rows follow, in these layers; None = there is none.
@@ -247,7 +279,7 @@ def run_loop(
         """Returns the arguments of a layer."""
         budget = jax.tree.map(lambda rows: jax.lax.dynamic_index_in_dim(rows, index, 0, False), budgets)
         tokens = block.replace(budget=budget, layer=run.start + index, prefix=behind)
-        return _of_layer(own, params[f"layer_{run.start}"], index), x, layer, tokens, hint
+        return own.of_layer(index), x, layer, tokens, hint
 
     def prefix_at(index: Array) -> LayerPrefix | None:
         """Returns the prefix in one layer, whose arrays are slices."""
@@ -261,7 +293,7 @@ def run_loop(
         slices = _slices(stacks, index)
         given = None if cache is None else _given(slices, groups)
         output = stack_slices.call(run_layer, *at(index, x, given, None if hint is None else entered, prefix_at(index)))
-        after = jax.tree.map(stack_slices.Slice.replaced, slices, output.cache, is_leaf=stack_slices.is_slice)
+        after = jax.tree.map(Slice.replaced, slices, output.cache, is_leaf=is_slice)
         collected = jax.tree.map(
             lambda stack, new: jax.lax.dynamic_update_index_in_dim(stack, new, index, 0),
             collected, values_of(output),
@@ -291,15 +323,13 @@ def run_loop(
 
 def _arrays(tree: PyTree) -> PyTree:
     """Returns a tree with arrays in place of slices."""
-    return jax.tree.map(
-        lambda leaf: leaf.array if stack_slices.is_slice(leaf) else leaf, tree, is_leaf=stack_slices.is_slice
-    )
+    return jax.tree.map(array_of, tree, is_leaf=is_slice)
 
 
 def _slices(stacks: S, index: Array, label: str = "") -> S:
     """Returns a layer, or a group of its heads, whose leaves are slices of stacks; their names begin with a label."""
     leaves, tree = jax.tree.flatten(stacks)
-    slices = [stack_slices.Slice(leaf, index, f"{label}{i}") for i, leaf in enumerate(leaves)]
+    slices = [Slice(leaf, index, f"{label}{i}") for i, leaf in enumerate(leaves)]
     made: S = jax.tree.unflatten(tree, slices)
     return made
 
@@ -308,6 +338,8 @@ def _given(slices: Layer, groups: tuple[Group, ...]) -> Layer:
     """Returns what a layer is given: slices of what it writes slot by slot, and arrays of what it writes as a whole."""
 
     def of_group(own: LayerKV, group: Group) -> LayerKV:
+        if takes_slices(group):
+            return own
         by_slot = {"stores": own.stores} | ({} if group.evicts else {"position": own.position})
         read: LayerKV = _arrays(own)
         return read.replace(**by_slot)

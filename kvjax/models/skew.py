@@ -25,6 +25,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.decoder_layer import SKEW
 from kvjax.models.model import Model
+from kvjax.models.stacked_params import with_attention
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.products.quantized import is_quantized
@@ -125,12 +126,11 @@ def skewed(model: Model, skew: ArrayLike, *, fold: bool | None = None) -> Model:
         )
     if fold and any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise InputError("skew cannot be folded into quantized weights; skew the model first, or give fold=False.")
-    params = dict(model.params)
-    for index, own in enumerate(jnp.asarray(matrices)):
-        layer = dict(params[f"layer_{index}"])
-        layer["attention"] = _folded(layer["attention"], own, config) if fold else {**layer["attention"], SKEW: own}
-        params[f"layer_{index}"] = layer
-    return dataclasses.replace(model, params=params)
+    layers: list[Params] = [{SKEW: own} for own in jnp.asarray(matrices)]
+    if fold:
+        attentions = (model.params[f"layer_{index}"]["attention"] for index in range(config.num_layers))
+        layers = [_folded(own, layer[SKEW], config) for own, layer in zip(attentions, layers, strict=True)]
+    return dataclasses.replace(model, params=with_attention(model.params, layers))
 
 
 def _folded(attention: Params, skew: Array, config: DecoderConfig) -> Params:

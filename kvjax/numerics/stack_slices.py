@@ -6,21 +6,23 @@ traffic of the cache. Here, the jaxpr of the function is evaluated with a stack 
 operation that can address a slice within its stack does so:
 
 - a scatter writes into the stack;
-- a custom call of kvjax's own reads the stack, by its form that takes an index (`kvjax.products.libraries`).
+- a custom call of kvjax's own reads the stack, by its form that takes an index (`kvjax.products.libraries`);
+- a function that was called by `call_with_slices` is given the slices, and reads and writes within their stacks.
 
 Any other operation has the slice, copied or fused by XLA. The results are the same, to the bit.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives
+from jax.interpreters import mlir
 
+from kvjax.numerics.slices import AXIS, is_slice
 from kvjax.products.libraries import INDEXED
 from kvjax.typing import PyTree
 
@@ -29,60 +31,15 @@ Array = jax.Array
 CUSTOM = (primitives.custom_jvp_call_p.name, primitives.custom_vjp_call_p.name)  # functions with gradients of their own
 #: A backend's names in alternatives for platforms.
 PLATFORMS = {"cpu": {"cpu"}, "tpu": {"tpu"}, "gpu": {"gpu", "cuda", "rocm"}}
-AXIS = 1  # of a stack's slices; rows of a batch come first in all arrays of a cache
 
-
-class Slice:
-    """One slice of a stack.
-
-    Attributes:
-      stack: [B, L, ...].
-      index: int32, of the slice.
-      name: of the stack, as it was and after writes; no two stacks of a call have the same.
-    """
-
-    def __init__(self, stack: Array, index: Array, name: str) -> None:
-        self.stack = stack
-        self.index = index
-        self.name = name
-
-    @property
-    def aval(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the slice."""
-        batch, _, *others = self.stack.shape
-        return jax.ShapeDtypeStruct((batch, *others), self.stack.dtype)
-
-    @functools.cached_property
-    def array(self) -> Array:
-        """The slice as an array, [B, ...]."""
-        # All that reads it reads one copy: XLA would copy the whole stack if something read it after the next write.
-        return lax.optimization_barrier(lax.dynamic_index_in_dim(self.stack, self.index, AXIS, keepdims=False))
-
-    def written(self, stack: Array) -> "Slice":
-        """Returns the slice of the stack after a write."""
-        return Slice(stack, self.index, self.name)
-
-    def replaced(self, new: "Array | Slice") -> Array:
-        """Returns the stack with another slice; with one of the same stack after writes, that one's stack."""
-        if isinstance(new, Slice):
-            if new.name == self.name and new.stack.shape == self.stack.shape:
-                return new.stack
-            new = new.array
-        return lax.dynamic_update_index_in_dim(self.stack, new, self.index, AXIS)
-
-
+T = TypeVar("T")
 Value = Any  # an array or a `Slice`
-
-
-def is_slice(x: object) -> bool:
-    """Whether a leaf is a `Slice`; serves as `is_leaf` of `jax.tree` functions."""
-    return isinstance(x, Slice)
 
 
 def call(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """Calls a function of arrays on trees whose leaves are arrays or slices.
 
-    Where the function has alternatives for platforms, that of the default backend is taken.
+    Where the function has alternatives for platforms, that of the mesh's devices is taken, or of the default backend.
 
     Args:
       function: of trees of arrays.
@@ -96,6 +53,35 @@ def call(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(tree, shapes))
     made = _evaluate(jaxpr, leaves)
     return jax.tree.unflatten(jax.tree.structure(result), made)
+
+
+def call_with_slices(function: Callable[..., T], *arguments: PyTree) -> T:
+    """Calls a function that can be given slices in place of arrays.
+
+    Outside of `call` all leaves are arrays, and this is ``function(*arguments)``. Within it, a leaf may be a `Slice`;
+    the function then returns the slices that it writes as `Slice.written`.
+
+    Args:
+      function: of trees of arrays. It has no gradients here.
+      arguments: its arguments.
+    """
+    leaves, tree = jax.tree.flatten(arguments)
+    jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    made = _call_with_slices.bind(*leaves, jaxpr=jaxpr, function=function, tree=tree)
+    found: T = jax.tree.unflatten(jax.tree.structure(result), made)
+    return found
+
+
+def _call_arrays(*leaves: Array, jaxpr: jex.ClosedJaxpr, **_: Any) -> Sequence[Array]:
+    made: Sequence[Array] = jex.jaxpr_as_fun(jaxpr)(*leaves)
+    return made
+
+
+_call_with_slices = jex.Primitive("call_with_slices")
+_call_with_slices.multiple_results = True
+_call_with_slices.def_impl(_call_arrays)
+_call_with_slices.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
+mlir.register_lowering(_call_with_slices, mlir.lower_fun(_call_arrays, multiple_results=True))
 
 
 def _evaluate(closed: jex.ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
@@ -117,7 +103,7 @@ def _operation(equation: jex.JaxprEqn, operands: list[Value]) -> Sequence[Value]
     """Evaluates one operation; returns all of its results."""
     name, parameters = equation.primitive.name, equation.params
     if name == "platform_index":
-        own = PLATFORMS.get(backend := jax.default_backend(), {backend})
+        own = PLATFORMS.get(platform := _platform(), {platform})
         return [next(i for i, names in enumerate(parameters["platforms"]) if names is None or own & set(names))]
     if name == "cond" and isinstance(operands[0], int):
         return _evaluate(parameters["branches"][operands[0]], operands[1:])
@@ -131,11 +117,23 @@ def _operation(equation: jex.JaxprEqn, operands: list[Value]) -> Sequence[Value]
     return made if equation.primitive.multiple_results else [made]
 
 
+def _platform() -> str:
+    """Returns the platform that a program is for: of the devices of the mesh, which need not be here, if it has any."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def _inner(name: str, parameters: dict[str, Any]) -> jex.ClosedJaxpr | None:
     """Returns the jaxpr of a call whose results are those of its jaxpr."""
     if name == primitives.jit_p.name:
         return parameters["jaxpr"]
     return parameters["call_jaxpr"] if name in CUSTOM else None
+
+
+def _with_slices(parameters: dict[str, Any], operands: list[Value]) -> list[Value]:
+    """Calls a function that takes slices."""
+    made = parameters["function"](*jax.tree.unflatten(parameters["tree"], operands))
+    return jax.tree.leaves(made, is_leaf=is_slice)
 
 
 def _same(_: dict[str, Any], operands: list[Value]) -> list[Value]:
@@ -207,4 +205,5 @@ _WITH_STACKS: dict[str, Callable[[dict[str, Any], list[Value]], list[Value] | No
     "cond": _cond,
     "scatter": _scatter,
     "ffi_call": _custom_call,
+    "call_with_slices": _with_slices,
 }

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
+from kvjax.numerics.slices import Slice, is_slice
 from kvjax.parallel.meshes import abstract_mesh, fit, fit_sizes, make_mesh, on_mesh, one_device_mesh, padded_rows
 from kvjax.parallel.rules import Rules, rules
 
@@ -40,6 +41,7 @@ PARAMETERS: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
     ("down", "kernel"): ("mlp", "embed"),
 }
 
+LAYERS = "layers"  # the name of parameters of layers in stacks; see `kvjax.models.stacked_params`
 EMBEDDING = ("embed", "tokens")  # a table [out, in]; as a quantised matrix [in, out]
 #: The parts of a quantised matrix, see `kvjax.products.quantized`. They are divided as the matrix is.
 QUANTIZED = ("codes", "scale", "zero", "order")
@@ -167,7 +169,7 @@ def on_each_device(
 
     Args:
       function: a function of arrays that treats every index of the sharded axes independently.
-      arguments: its arguments, trees of arrays.
+      arguments: its arguments, trees of arrays, or of slices of stacks, of which each device has its part of all.
       axes: for each argument, the logical axes of the leading dimensions of its leaves.
       result_axes: the logical axes of the leading dimensions of every leaf of the result.
 
@@ -179,7 +181,11 @@ def on_each_device(
         return function(*arguments)
 
     def specs(tree: PyTree, axes: Axes) -> PyTree:
-        return jax.tree.map(lambda leaf: spec(axes, leaf.shape[: len(axes)], mesh), tree)
+        def of_leaf(leaf: Array | Slice) -> PartitionSpec | Slice:
+            found = spec(axes, leaf.shape[: len(axes)], mesh)
+            return leaf.with_specs(found) if isinstance(leaf, Slice) else found
+
+        return jax.tree.map(of_leaf, tree, is_leaf=is_slice)
 
     results = specs(jax.eval_shape(function, *arguments), result_axes)
     placed = tuple(specs(tree, each) for tree, each in zip(arguments, axes, strict=True))
@@ -195,6 +201,8 @@ def parameter_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | Abstr
       shape: the shape of the parameter.
       mesh: the mesh.
     """
+    if path[0] == LAYERS:
+        return PartitionSpec(None, *parameter_spec(path[1:], shape[1:], mesh))
     axes: tuple[str | None, ...]
     if (of_matrix := PARAMETERS.get(tuple(path[-3:-1]))) and path[-1] in QUANTIZED:
         if tuple(path[-3:-1]) == EMBEDDING:
@@ -256,7 +264,8 @@ def warn_of_copies(params: Params, mesh: Mesh | None, given: Rules | None = None
 
 
 __all__ = [
-    "EMBEDDING", "PARAMETERS", "QUANTIZED", "Params", "PyTree", "abstract_mesh", "constrain", "constrain_heads",
-    "divided", "fit", "fit_sizes", "left_over", "make_mesh", "mesh_axes", "on_each_device", "on_mesh",
-    "one_device_mesh", "padded_rows", "parameter_shardings", "parameter_spec", "path_names", "spec", "warn_of_copies",
+    "EMBEDDING", "LAYERS", "PARAMETERS", "QUANTIZED", "Params", "PyTree", "abstract_mesh", "constrain",
+    "constrain_heads", "divided", "fit", "fit_sizes", "left_over", "make_mesh", "mesh_axes", "on_each_device",
+    "on_mesh", "one_device_mesh", "padded_rows", "parameter_shardings", "parameter_spec", "path_names", "spec",
+    "warn_of_copies",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from kvjax.errors import ConfigError
 from kvjax.generation import layer_calls
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords, options_of
 from kvjax.inputs import check_batch, check_count
+from kvjax.models import layer_loop
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
 from kvjax.models.quantize import WeightCodes, as_weight_codes
@@ -28,7 +29,7 @@ from kvjax.parallel.host_memory import DEVICE
 from kvjax.parallel.rules import Rules, using
 from kvjax.planning.hlo_collectives import collectives
 from kvjax.planning.plan_report import Plan, fits_in
-from kvjax.planning.programs import Memory, compile_decode, compile_prefill
+from kvjax.planning.programs import Memory, compile_decode, compile_prefill, with_loops
 from kvjax.planning.prompt_attention import prompt_attention_flops
 from kvjax.planning.roofline import average_slots, decode_shapes, fewest_bytes, local_bytes, roofline
 from kvjax.planning.speculation import plan_speculation
@@ -138,11 +139,15 @@ def plan(
         shapes = decode_shapes(config, layout, dtype, rows, mesh, host_weights, codes)
         full_shapes = decode_shapes(config, full_lowered.layout, dtype, rows, mesh, host_weights, codes)
         whole_shapes = decode_shapes(config, unsharded.layout, dtype, batch, None, host_weights, codes)
-    if target.platform != "cpu" and layout.block is None:
-        # On CPUs layers run as loops, for which a plan would need the machine and the weights.
-        calls = layer_calls.calls_layers(config, shapes.params, layout) if by_layer is None else by_layer
-        layout = dataclasses.replace(layout, calls_layers=calls)
-        lowered = lowered._replace(layout=layout)
+    programs_shapes = shapes
+    if target.platform != "cpu":
+        # On CPUs loops over layers depend on the machine and the weights.
+        if by_layer is None and layer_loop.wants_stacks(config):
+            with sharding.on_mesh(mesh, rules):
+                layout, programs_shapes = with_loops(config, layout, shapes)
+        calls = layer_calls.calls_layers(config, programs_shapes.params, layout) if by_layer is None else by_layer
+        layout = dataclasses.replace(layout, calls_layers=calls and layout.block is None)
+    lowered = lowered._replace(layout=layout)
     step = roofline(config, shapes, slots, device)
     full = roofline(config, full_shapes, average_slots(config, full_lowered, prompt_length, new_tokens), device)
     whole = roofline(config, whole_shapes, slots, device)
@@ -154,10 +159,12 @@ def plan(
 
     start = time.perf_counter()
     with sharding.on_mesh(mesh, rules):
-        compiled, problem = compile_decode(config, layout, shapes, mesh) if compiles and decode else (None, "")
+        compiled, problem = None, ""
+        if compiles and decode:
+            compiled, problem = compile_decode(config, layout, programs_shapes, mesh)
         memory, prefill_memory = Memory.of(compiled), None
         if prefill and compiles:
-            prefill_memory, prefill_problem = compile_prefill(config, lowered, shapes, mesh, prompt_length)
+            prefill_memory, prefill_problem = compile_prefill(config, lowered, programs_shapes, mesh, prompt_length)
             problem = problem or prefill_problem
     seconds = time.perf_counter() - start
 

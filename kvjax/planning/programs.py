@@ -1,5 +1,6 @@
 """The programs of a plan, compiled from shapes alone, and the memory that they need."""
 
+import dataclasses
 import re
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol, cast
@@ -9,19 +10,24 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from kvjax.cache.layer_stack import LayerStack, sequence_of
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.lowering import Lowered
-from kvjax.cache.state import Block
+from kvjax.cache.state import Block, Layer
 from kvjax.errors import KvjaxError
 from kvjax.generation import layer_calls
 from kvjax.generation.decoding import CHUNK, decode_steps
 from kvjax.generation.layer_calls import GroupBudgets
 from kvjax.generation.prefill import prefill_steps
 from kvjax.generation.sampling import Greedy
+from kvjax.models import layer_loop
 from kvjax.models.config import DecoderConfig
+from kvjax.models.stacked_params import stacked
+from kvjax.numerics.slices import stacked_shape
 from kvjax.parallel import sharding
-from kvjax.parallel.host_memory import DEVICE
+from kvjax.parallel.host_memory import DEVICE, HOST
 from kvjax.planning.roofline import Shapes, local_bytes
+from kvjax.products.quantized import is_quantized
 
 Array = jax.Array
 
@@ -34,6 +40,32 @@ class _Jitted(Protocol):
     """A jitted function."""
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered: ...
+
+
+def with_loops(config: DecoderConfig, layout: CacheLayout, shapes: Shapes) -> tuple[CacheLayout, Shapes]:
+    """Returns a layout with the layers that run as loops on accelerators, and the shapes with these in stacks.
+
+    Args:
+      config: the decoder.
+      layout: of the cache.
+      shapes: with the layers apart.
+    """
+    leaves = jax.tree.leaves(shapes.params, is_leaf=is_quantized)
+    if any(map(is_quantized, leaves)) or local_bytes(leaves, HOST):
+        return layout, shapes
+    shapes = shapes._replace(params=stacked(shapes.params))
+    runs = layer_loop.possible_runs(config, shapes.params, layout.prompt, layout.decode)
+    layers = list(shapes.carry.state.layers)
+    entries: list[Layer | LayerStack] = []
+    for index, layer in enumerate(layers):
+        run = next((run for run in runs if index in run.layers), None)
+        if run is None:
+            entries.append(layer)
+        elif index == run.start:
+            in_stack = jax.tree.map(lambda leaf, n=len(run): stacked_shape(leaf, n), layer)
+            entries.append(LayerStack(in_stack, len(run)))
+    state = shapes.carry.state.replace(layers=sequence_of(entries))
+    return dataclasses.replace(layout, runs=runs), shapes._replace(carry=shapes.carry._replace(state=state))
 
 
 def compile_decode(

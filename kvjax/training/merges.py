@@ -19,6 +19,7 @@ from kvjax.models.calibrate import calibrated
 from kvjax.models.config import model_sizes
 from kvjax.models.decoder_layer import POLICY
 from kvjax.models.model import Model
+from kvjax.models.stacked_params import with_attention
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
@@ -38,13 +39,7 @@ def with_layers(params: Params, name: str, layers: Gates) -> Params:
       name: of the policy's `kvjax.policies.Parameters`.
       layers: of each layer, [K or 1, ...] each.
     """
-    made = dict(params)
-    for index, own in enumerate(layers):
-        layer = params[f"layer_{index}"]
-        attention = layer["attention"]
-        attention = {**attention, POLICY: {**attention.get(POLICY, {}), name: own}}
-        made[f"layer_{index}"] = {**layer, "attention": attention}
-    return made
+    return with_attention(params, [{POLICY: {name: own}} for own in layers])
 
 
 def merge_parameters(policy: Policy) -> Parameters:

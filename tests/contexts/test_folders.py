@@ -18,10 +18,10 @@ from kvjax import contexts, policies, storage
 from kvjax.cache.layer_stack import stacked_runs
 from kvjax.contexts import folders, spec_text
 from kvjax.errors import CheckpointError
-from kvjax.models import digest, layer_loop
+from kvjax.models import digest
 from tests.contexts.test_contexts import LENGTHS, TOKENS, assert_equal
 from tests.examples import POLICIES, SELECTIONS, STORAGES, chosen, combined, held, planned, policy
-from tests.tiny import tiny
+from tests.tiny import in_stacks, tiny
 
 SPECS = {
     "h2o": policies.h2o(8),
@@ -32,11 +32,9 @@ SPECS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SPECS)
-def test_a_loaded_context_is_the_context(name, tmp_path, monkeypatch):
+def test_a_loaded_context_is_the_context(name, tmp_path):
     """And what follows it is equal to the bit; layers that run as a loop do so again."""
-    if name == "h2o":
-        monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.STACKED)
-    model = tiny().model
+    model = in_stacks(tiny().model) if name == "h2o" else tiny().model
     context = contexts.prefill(model, TOKENS, SPECS[name], lengths=LENGTHS)
     assert bool(stacked_runs(context.state.layers)) == (name == "h2o")
     if name == "grown":

@@ -21,7 +21,7 @@ from kvjax.models import layer_loop
 from kvjax.models.decoder import Decoder
 from kvjax.products import native
 from tests import examples
-from tests.tiny import random_tokens, tiny
+from tests.tiny import in_stacks, random_tokens, tiny
 
 LAYERS = 4  # of which two runs have two each
 TOKENS, LENGTHS = random_tokens(2, 30), [30, 19]
@@ -98,18 +98,17 @@ def test_a_loop_generates_what_layers_do(name):
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", OF_XLA)
-def test_stacked_weights_on_any_platform(name, monkeypatch):
-    """Without kvjax's own products, as on GPUs: XLA's products with slices of stacks, of codes too."""
+def test_weights_in_stacks_on_any_platform(name):
+    """Without kvjax's own products, as on GPUs: XLA's products with slices of stacks."""
     model = tiny(layers=LAYERS).model
     products.use("fixed")
 
-    def run():
+    def run(model):
         return kvjax.generate(model, TOKENS, SPECS[name], max_new_tokens=6, lengths=LENGTHS)
 
-    expected = run()
+    expected = run(model)
     assert expected.layout.runs == ()
-    monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.STACKED)
-    looped = run()
+    looped = run(in_stacks(model))
     # The first layer has no hint.
     some = {"infinigen": (LayerRun(1, LAYERS),), "layers differ": (LayerRun(0, 2), LayerRun(2, LAYERS))}
     assert looped.layout.runs == some.get(name, (LayerRun(0, LAYERS),))

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from kvjax.numerics import stack_slices
+from kvjax.numerics.slices import Slice, is_slice
 from kvjax.parallel.host_memory import write
 
 BATCH, LAYERS, HEADS, SLOTS, DIM = 2, 3, 2, 5, 4
@@ -54,17 +55,17 @@ def test_the_result_is_that_of_an_array(stack, function, index):
     slots = jnp.asarray([[[1], [SLOTS]], [[3], [0]]], jnp.int32)
     # [B, K, 1, D]
     new = jnp.full((BATCH, HEADS, 1, DIM), 7.0)
-    piece = stack_slices.Slice(stack, jnp.int32(index), "x")
+    piece = Slice(stack, jnp.int32(index), "x")
     made = stack_slices.call(function, piece, slots, new)
-    made = made.array if stack_slices.is_slice(made) else made
+    made = made.array if is_slice(made) else made
     np.testing.assert_array_equal(made, function(stack[:, index], slots, new))
 
 
 def test_a_scatter_writes_into_the_stack(stack):
     slots, new = jnp.zeros((BATCH, HEADS, 1), jnp.int32), jnp.full((BATCH, HEADS, 1, DIM), 7.0)
-    piece = stack_slices.Slice(stack, jnp.int32(1), "x")
+    piece = Slice(stack, jnp.int32(1), "x")
     made = stack_slices.call(by_platform, piece, slots, new)
-    assert stack_slices.is_slice(made)
+    assert is_slice(made)
     expected = np.array(stack)
     expected[:, 1, :, 0] = 7
     np.testing.assert_array_equal(piece.replaced(made), expected)
@@ -72,7 +73,7 @@ def test_a_scatter_writes_into_the_stack(stack):
 
 def test_a_slice_of_another_stack_is_copied(stack):
     """Two stacks may have the same shape: what is returned in place of one of them may be a slice of the other."""
-    one, other = (stack_slices.Slice(x, jnp.int32(1), name) for x, name in ((stack, "one"), (2 * stack, "other")))
+    one, other = (Slice(x, jnp.int32(1), name) for x, name in ((stack, "one"), (2 * stack, "other")))
     first, second = stack_slices.call(lambda x, y: (y, x), one, other)
     np.testing.assert_array_equal(one.replaced(first), stack.at[:, 1].set(2 * stack[:, 1]))
     np.testing.assert_array_equal(other.replaced(second), (2 * stack).at[:, 1].set(stack[:, 1]))

@@ -29,8 +29,10 @@ from kvjax.generation.sampling import Greedy
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.parameters import parameter_shapes
+from kvjax.models.stacked_params import stacked
 from kvjax.numerics.rope import Rope
 from kvjax.parallel import sharding
+from kvjax.planning.programs import with_loops
 from kvjax.planning.roofline import decode_shapes
 from kvjax.selection import Selection, everything, infinigen, quest
 from kvjax.serve import Request, Runner
@@ -82,6 +84,7 @@ class Case:
       parts: of the slots of each head, on as many devices.
       rows: of the batch.
       refilled: whether requests of several lengths are served too, in rows that take the next one.
+      stacked: whether the weights of layers are in stacks, so that layers run as loops on the mesh.
     """
 
     model: str
@@ -98,6 +101,7 @@ class Case:
     parts: int = 1
     rows: int = ROWS
     refilled: bool = False
+    stacked: bool = False
 
     @property
     def config(self) -> DecoderConfig:
@@ -121,6 +125,7 @@ _LIST = [
     Case("mha", "window", "data:8", ragged=True, rows=7, refilled=True),
     Case("mha", "h2o", "model:2", prefill_block=5, ragged=True),
     Case("gqa", "h2o", "data:2,model:4", ragged=True, scored=True, layers=2),
+    Case("gqa", "h2o", "data:2,model:4", prefill_block=8, ragged=True, scored=True, layers=3, stacked=True),
     Case("experts", "full", "data:4,model:2", ragged=True),
     Case("gqa", "window", "model:2", positions="cache"),
     # KV heads that the devices do not divide: slots are divided. What that does to a layer under each kind of policy,
@@ -156,6 +161,7 @@ CASES = {
         + ([c.storage.label.replace(" ", "_")] if c.storage.new_tokens_separate else [])
         + ([f"residual{c.storage.residual}"] if c.storage.residual else [])
         + ([c.selection.name] if not c.selection.reads_all else [])
+        + ["stacked"] * c.stacked
     ): c
     for c in _LIST
 }
@@ -260,18 +266,22 @@ def collectives(text: str) -> dict[str, int]:
 def decode_program(case: Case, config: DecoderConfig, mesh: Any, scale: int) -> tuple[Any, Any]:
     """Compiles the decoding loop, for `scale` times as many slots as the case has.
 
-    One layer suffices: all layers of these models are alike.
+    One layer suffices, and two of a loop: all layers of these models are alike.
 
     Returns:
       The shapes of the cache's state, and the program.
     """
-    config = dataclasses.replace(config, num_layers=1, windows=(), max_positions=2 * scale * (WIDTH + NEW))
+    layers = 2 if case.stacked else 1
+    config = dataclasses.replace(config, num_layers=layers, windows=(), max_positions=2 * scale * (WIDTH + NEW))
     full_rows = np.full((ROWS,), scale * WIDTH, np.int32)
     limits = Limits(scale * WIDTH, scale * NEW)
     sizes = sizes_for(full_rows, scale * NEW - 1, width=scale * WIDTH, block=None, limits=limits, last_fed=False)
     with sharding.on_mesh(mesh):
         layout = lower(case.spec(scale * 10), config, sizes, full_rows).layout
     shapes = decode_shapes(config, layout, jnp.float32, ROWS, mesh)
+    if case.stacked:
+        layout, shapes = with_loops(config, layout, shapes)
+        assert [len(run) for run in layout.runs] == [layers]
     stop, steps = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     with sharding.on_mesh(mesh):
         lowered = decode_steps.lower(*shapes, stop, steps, config=config, phase=layout.decode, sampler=Greedy())
@@ -285,9 +295,10 @@ def check(case: Case) -> dict[str, Any]:
     params = parameters(config)
     alone = run(Model(config, params), case, tokens, text)
     mesh = sharding.make_mesh(case.mesh)
-    placed = sharding.parameter_shardings(params, mesh)
-    model = Model(config, jax.device_put(params, placed), mesh=mesh)
+    own = stacked(params) if case.stacked else params
+    model = Model(config, jax.device_put(own, sharding.parameter_shardings(own, mesh)), mesh=mesh)
     spread = run(model, case, tokens, text)
+    assert [len(each) for each in spread[0].layout.runs] == [case.layers] * case.stacked
     copied: dict[str, Any] = {}
     if case.rows < ROWS:
         one, other = copies(Model(config, params), case, tokens), copies(model, case, tokens)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.numerics import stack_slices
+from kvjax.numerics.slices import Slice
 from kvjax.products import IndexedMatrix, native, product
 from kvjax.products.codes import Affine, codes_product
 from kvjax.products.indexed import can_index
@@ -75,7 +76,7 @@ def test_caches_are_those_of_their_layer(dtype, index):
     batch, heads, rows, slots, dim = 2, 3, 2, 300, 16
     # [B, L, K, S, D]
     stacks = [normal(batch, LAYERS, heads, slots, dim, dtype=dtype, seed=seed) for seed in (1, 2)]
-    pieces = [stack_slices.Slice(x, jnp.int32(index), str(i)) for i, x in enumerate(stacks)]
+    pieces = [Slice(x, jnp.int32(index), str(i)) for i, x in enumerate(stacks)]
     keys, values = (x[:, index] for x in stacks)
     query = normal(batch, heads, rows, dim)
     used = jnp.asarray([[300, 17, 0], [256, 257, 1]], jnp.int32)
@@ -93,14 +94,14 @@ def test_caches_are_those_of_their_layer(dtype, index):
     jax.tree.map(np.testing.assert_array_equal, made, run(keys, values))
     # Nothing is sliced: the custom calls read the stacks.
     text = str(jax.make_jaxpr(lambda *stacks: stack_slices.call(
-        run, *(stack_slices.Slice(x, jnp.int32(index), str(i)) for i, x in enumerate(stacks))
+        run, *(Slice(x, jnp.int32(index), str(i)) for i, x in enumerate(stacks))
     ))(*stacks))  # fmt: skip
     assert "dynamic_slice" not in text and text.count("kvjax_indexed") == 3
 
 
 def test_caches_of_a_layer_that_is_not_there_are_an_error():
     stack, used = normal(1, LAYERS, 2, 8, 16), jnp.ones((1, 2), jnp.int32)
-    piece = stack_slices.Slice(stack, jnp.int32(LAYERS), "x")
+    piece = Slice(stack, jnp.int32(LAYERS), "x")
     with pytest.raises(Exception, match="no such layer"):
         jax.block_until_ready(
             stack_slices.call(lambda x: slots_product(normal(1, 2, 1, 16), x, used, True, jnp.float32), piece)
@@ -128,7 +129,7 @@ def test_codes_are_those_of_their_layer(batch, layers, index, scales, transposed
         return codes_product(x, Affine(codes=codes, bits=4, dim=dim, **named), transposed=transposed, used=used)
 
     def piece(x, name):
-        return stack_slices.Slice(x, jnp.int32(index), name)
+        return Slice(x, jnp.int32(index), name)
 
     given = [piece(each, str(i)) if scales == "stacks" else each[:, index] for i, each in enumerate(numbers)]
     made = stack_slices.call(run, piece(codes, "codes"), *given)
@@ -140,7 +141,7 @@ def test_codes_are_those_of_their_layer(batch, layers, index, scales, transposed
 
 def test_codes_of_a_layer_that_is_not_there_are_an_error():
     codes = jnp.zeros((1, LAYERS, 2, 8, 16), jnp.uint8)
-    piece = stack_slices.Slice(codes, jnp.int32(LAYERS), "x")
+    piece = Slice(codes, jnp.int32(LAYERS), "x")
     with pytest.raises(Exception, match="no such layer"):
         jax.block_until_ready(stack_slices.call(
             lambda x: codes_product(normal(1, 2, 1, 16), Affine(codes=x, bits=8, dim=16), transposed=True), piece

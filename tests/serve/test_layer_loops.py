@@ -11,7 +11,7 @@ from kvjax.cache import CacheSpec, Limits
 from kvjax.generation import layer_calls
 from kvjax.models import layer_loop
 from kvjax.serve import Documents, Request, Runner
-from tests.tiny import VOCAB, tiny
+from tests.tiny import VOCAB, in_stacks, tiny
 
 SPECS = {
     "full": CacheSpec(policies.full()),
@@ -21,13 +21,13 @@ SPECS = {
 }
 
 
-def served(name: str, folder: Path) -> tuple[list[kvjax.serve.Result], str]:
+def served(name: str, folder: Path, model: kvjax.Model) -> tuple[list[kvjax.serve.Result], str]:
     """Returns results of prompts in one shot, in blocks and after a stored beginning, and of continued contexts."""
     rng = np.random.default_rng(2)
     beginning = rng.integers(4, VOCAB, 40)
     drafts = {"speculate": selection.quest(page=8, budget=16, first_layer=0)} if name == "drafts" else {}
     runner = Runner(
-        tiny(layers=3).model, SPECS[name], rows=3, limits=Limits(prompt=64, new_tokens=16), prefill_block=16,
+        model, SPECS[name], rows=3, limits=Limits(prompt=64, new_tokens=16), prefill_block=16,
         prefix_store=kvjax.PrefixStore(1 << 24), **drafts,
     )  # fmt: skip
     for length in (9, 3, 14, 20, 7):
@@ -52,10 +52,10 @@ def served(name: str, folder: Path) -> tuple[list[kvjax.serve.Result], str]:
 @pytest.mark.parametrize("name", SPECS)
 def test_results_are_those_of_unrolled_layers(name, tmp_path, monkeypatch):
     monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.OFF)
-    unrolled, how = served(name, tmp_path / "unrolled")
+    unrolled, how = served(name, tmp_path / "unrolled", tiny(layers=3).model)
     assert "run as one loop" not in how
-    monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.STACKED)
-    looped, how = served(name, tmp_path / "looped")
+    monkeypatch.delenv(layer_loop.VARIABLE)
+    looped, how = served(name, tmp_path / "looped", in_stacks(tiny(layers=3).model))
     assert "layers 0-2 run as one loop" in how
     assert sum(result.found for result in looped) > 0
     assert_equal(looped, unrolled)
@@ -70,10 +70,10 @@ def test_results_are_those_of_layers_that_are_called(name, tmp_path, monkeypatch
         layer_calls, "run_block", lambda *args, **rest: blocks.append(args[1].shape[1]) or run_block(*args, **rest)
     )
     monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.OFF)
-    unrolled, _ = served(name, tmp_path / "unrolled")
+    unrolled, _ = served(name, tmp_path / "unrolled", tiny(layers=3).model)
     assert not blocks
     monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.CALLS)
-    called, how = served(name, tmp_path / "called")
+    called, how = served(name, tmp_path / "called", tiny(layers=3).model)
     assert "layers that are alike share a program" in how
     # Blocks of 16 tokens under a full cache, and whole prompts.
     assert (set(blocks) >= {16}) if name == "full" else blocks

@@ -13,11 +13,10 @@ from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.layer_stack import stacked_runs
 from kvjax.errors import InputError
 from kvjax.generation.sampling import Sample
-from kvjax.models import layer_loop
 from kvjax.serve import Request, Runner, decode_loop
 from kvjax.serve.preemption import SwapSpace
 from kvjax.serve.swap import row_bytes, swap_in, swap_out
-from tests.tiny import VOCAB, tiny
+from tests.tiny import VOCAB, in_stacks, tiny
 
 STATES = {
     "stacked layers, row memory": CacheSpec(policies.rkv(8)),
@@ -35,11 +34,10 @@ def prompts() -> np.ndarray:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STATES)
-def test_a_row_in_another_place_is_equal_to_the_bit(name, monkeypatch):
+def test_a_row_in_another_place_is_equal_to_the_bit(name):
     """Every array of a cache moves, and so do random keys; the other rows stay as they are."""
-    if "stacked" in name:
-        monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.STACKED)
-    context = contexts.prefill(tiny(layers=2).model, prompts(), STATES[name])
+    model = in_stacks(tiny(layers=2).model) if "stacked" in name else tiny(layers=2).model
+    context = contexts.prefill(model, prompts(), STATES[name])
     assert bool(stacked_runs(context.state.layers)) == ("stacked" in name)
     batch = (context.state, jax.random.split(jax.random.key(0), 3))
     before = [_numbers(leaf) for leaf in jax.tree.leaves(batch)]

@@ -16,6 +16,7 @@ from kvjax.cache.step import evict
 from kvjax.cache.step.interface import LayerArgs, StepInputs
 from kvjax.kernels import registry
 from kvjax.kernels.coded import Coded
+from kvjax.numerics import stack_slices
 from kvjax.numerics.statistics import by_name
 from kvjax.parallel import sharding
 from kvjax.policies.base import View
@@ -76,7 +77,11 @@ def step(
     by_head, by_row = ("batch", "kv_heads"), ("batch",)
     budget = jnp.zeros_like(newest) if budget is None else budget
     arguments = (query.reshape(batch, key.shape[1], -1, dim), key, value, layer, newest, budget)
-    output, layer = sharding.on_each_device(run, arguments, (by_head,) * 4 + (by_row,) * 2, by_head)
+
+    def on_devices(*arguments):
+        return sharding.on_each_device(run, arguments, (by_head,) * 4 + (by_row,) * 2, by_head)
+
+    output, layer = stack_slices.call_with_slices(on_devices, *arguments)
     return output.reshape(batch, query_heads, 1, dim), layer, None
 
 

@@ -2,11 +2,12 @@
 
 Keys and values are read once. The new pair is written into its slot in place, through aliased buffers, by writing one
 aligned group of slots per head. Statistics and positions are small, and are read and written whole. The policy's own
-code, which updates them, is traced into the kernel on [1, K, S] arrays.
+code, which updates them, is traced into the kernel on [1, K, S] arrays. All of them may be slices of the stacks of a
+loop over layers: the kernel has the whole stacks, of which it moves what is of its layer.
 """
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from kvjax.kernels.registry import GROUP_BYTES
 from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step import coded_tpu, trace
 from kvjax.kernels.step.arguments import Step, Stepped, takes_step
+from kvjax.numerics.slices import array_of, from_stacks, to_stacks
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
@@ -37,21 +39,27 @@ def step(given: Step) -> Stepped:
     query, new_key, new_value, key, value, position, stats, newest, budget, *_ = given
     batch, kv_heads, group, dim = query.shape
     size, item = key.shape[2], key.dtype.itemsize
+    names = tuple(sorted(stats))
+    held = [key, value, position, *(stats[name] for name in names)]
+    # [B, L, K, S, D] twice, and [B, L, K, S] each
+    (keys, values, *columns), index = to_stacks(held)
     tile = tile_slots(kv_heads, size, dim, item)
     tiles, shared = -(-size // tile), GROUP_BYTES // item
     # An incomplete last group of slots cannot be copied; then the pair is written after the kernel, also in place.
     inside = size % shared == 0
-    names = tuple(sorted(stats))
 
     def rowwise(shape: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape[1:]), lambda row, *_: (row, *[0] * (len(shape) - 1)))
 
-    tiled = pl.BlockSpec((1, kv_heads, tile, dim), lambda row, at, *_: (row, 0, at, 0))
+    tiled = pl.BlockSpec(
+        (1, None, kv_heads, tile, dim), lambda row, at, newest, budget, layer: (row, layer[0], 0, at, 0)
+    )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     small = [rowwise(x.shape) for x in (query, new_key, new_value)]
-    lines = [rowwise(position.shape)] * (1 + len(names))
+    line = pl.BlockSpec((1, None, kv_heads, size), lambda row, at, newest, budget, layer: (row, layer[0], 0, 0))
+    lines = [line] * len(columns)
     padded = tiles * (tile if tiles > 1 else -(-tile // LANES) * LANES)
-    returned = [*([key, value] if inside else []), position, *(stats[name] for name in names)]
+    returned = [*([keys, values] if inside else []), *columns]
     output, *returned = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -67,7 +75,7 @@ def step(given: Step) -> Stepped:
             group_reduce=given.group_reduce,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(batch, tiles),
             in_specs=[*small, tiled, tiled, *lines],
             out_specs=[small[0], *([anywhere] * 2 if inside else []), *lines],
@@ -85,22 +93,26 @@ def step(given: Step) -> Stepped:
             jax.ShapeDtypeStruct(query.shape, value.dtype),
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in returned),
         ],
-        # Including the two prefetched arrays, input 5 is the keys and input 7 is the positions.
-        input_output_aliases={(5 if inside else 7) + i: 1 + i for i in range(len(returned))},
+        # Including the three prefetched arrays, input 6 is the keys and input 8 is the positions.
+        input_output_aliases={(6 if inside else 8) + i: 1 + i for i in range(len(returned))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="decode_step",
-    )(newest, budget, query, new_key, new_value, key, value, position, *(stats[name] for name in names))
+    )(newest, budget, index, query, new_key, new_value, keys, values, *columns)
     if inside:
-        key, value, *returned = returned
+        keys, values, *columns = returned
     else:
+        columns = returned
         # [B, K]: the first empty slot
-        slot = jnp.min(jnp.where(position < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2)
+        before = array_of(position)
+        slot = jnp.min(jnp.where(before < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2)
         # [B, K]: out of bounds in rows that have ended, so that writes are dropped
         slot = jnp.where(newest[:, None] >= 0, slot, size)
-        write = jax.vmap(jax.vmap(lambda into, at, pair: into.at[at].set(pair[0], mode="drop")))
-        key, value = write(key, slot, new_key), write(value, slot, new_value)
-    position, *columns = returned
-    return output, key, value, position, dict(zip(names, columns, strict=True))
+        at = (jnp.arange(batch)[:, None], index[0], jnp.arange(kv_heads), slot)
+        keys, values = (
+            stack.at[at].set(new[:, :, 0], mode="drop") for stack, new in ((keys, new_key), (values, new_value))
+        )
+    after: list[Any] = from_stacks([keys, values, *columns], held)
+    return output, *after[:3], dict(zip(names, after[3:], strict=True))
 
 
 def refuses(request: "Request") -> str | None:
@@ -146,7 +158,7 @@ def tile_slots(kv_heads: int, size: int, dim: int, itemsize: int) -> int:
 
 
 def _kernel(
-    newest_ref, budget_ref, query_ref, new_key_ref, new_value_ref, key_ref, value_ref, position_ref, *refs,
+    newest_ref, budget_ref, index_ref, query_ref, new_key_ref, new_value_ref, key_ref, value_ref, position_ref, *refs,
     names, inside, observe_and_evict, transforms, scale, window, size, tile, shared, group_reduce,
 ):  # fmt: skip
     """Processes one tile of slots of all KV heads of one row.
@@ -208,7 +220,8 @@ def _kernel(
             group = block[0, head, pl.ds(pl.multiple_of(start - at * tile, shared), shared), :]
             index = jax.lax.broadcasted_iota(jnp.int32, group.shape, 0)
             pair_ref[which, head] = jnp.where(index == slot_ref[head] - start, new[0, head], group)
-            copy = pltpu.make_async_copy(pair_ref.at[which, head], out.at[row, head, pl.ds(start, shared)], semaphore)
+            slots = out.at[row, index_ref[0], head, pl.ds(start, shared)]
+            copy = pltpu.make_async_copy(pair_ref.at[which, head], slots, semaphore)
             copy.start()
             copy.wait()
 
