@@ -17,9 +17,9 @@ too, and TPU kernels of whole steps read and write a layer's slots within the st
 kernels are unrolled. The programs of OPT-30B on 8 TPU v5e then take 14 CPU seconds to compile instead of 41, or of 22
 with prompts by `kvjax.generation.layer_calls`, which is the default. It is not the default there, because XLA reads the
 weights of later layers ahead only if layers are unrolled: by the TPU compiler's own estimate, which counts no kernels,
-a step of loops takes up to 1.3 times as long. SmolLM2-135M on an H200, float32, 8 rows of 2,048 tokens, takes 18 s for
-a first call, beside 17 other processes, and 4.7 ms a step with a full cache, 3.5 under h2o at 20 %; steps of unrolled
-layers have not been measured there.
+a step of OPT-30B's loop takes 1.3 times as long. On an H200, SmolLM2-135M in float32, 8 rows of 2,048 tokens, takes 18
+s for a first call, beside 17 other processes, and 4.7 ms a step with a full cache, 3.5 under h2o at 20 %; steps of
+unrolled layers have not been measured there.
 
 The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare, and ``calls`` unrolls them but for
 prompts, which call layers.
@@ -142,7 +142,7 @@ def _can_loop(group: Group, dim: int, dtype: jnp.dtype, in_stacks: bool) -> bool
 
 def takes_slices(group: Group) -> bool:
     """Whether the kernel of a decoding step reads and writes the slots of a layer within a stack."""
-    return group.step_implementation == "pallas_tpu" and not any(group.codecs)
+    return group.step_implementation == "pallas_tpu"
 
 
 def _leaves(params: Params) -> list[tuple[KeyPath, Any]]:

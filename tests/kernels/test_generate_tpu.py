@@ -13,9 +13,11 @@ from kvjax import policies, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.step import fused_kernel
 from kvjax.kernels import registry
+from kvjax.models import layer_loop
 from kvjax.models.shapes import by_name
+from kvjax.numerics import stack_slices
 from kvjax.planning import plan
-from tests.tiny import random_tokens, tiny
+from tests.tiny import in_stacks, random_tokens, tiny
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'kvjax[tpu]'"
@@ -101,8 +103,31 @@ def test_decoding_from_codes_is_that_of_xla(interpreted, monkeypatch, coded, who
             np.testing.assert_array_equal(mine[live], coded_slots(theirs, x)[live])
 
 
-def planned(shape: str, topology: str, held: storage.Storage | None = None):
-    config = dataclasses.replace(by_name(shape), num_layers=2 if held is None else 1, windows=())
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("held", [storage.dense(), storage.int4(), storage.fp8()], ids=lambda x: x.name)
+def test_a_loop_over_layers_is_what_unrolled_layers_are(interpreted, held):
+    """The kernel of a whole step reads and writes the slots of each layer in stacks of three."""
+    model, tokens = tiny(head_dim=64, layers=3).model, random_tokens(2, 34, seed=4)
+    spec = CacheSpec(policies.h2o(budget=15), held)
+
+    def scored(model):
+        return kvjax.log_likelihood(
+            model, tokens, spec, prompt_length=np.array([24, 17]), lengths=np.array([34, 27]),
+            implementation="pallas_tpu",
+        )  # fmt: skip
+
+    apart, looped = scored(model), scored(in_stacks(model))
+    assert [len(run) for run in looped.layout.runs] == [3]
+    assert looped.layout.decode[0][0].step_implementation == "pallas_tpu"
+    np.testing.assert_allclose(looped.logprobs, apart.logprobs, atol=2e-5)
+    for one, other in zip(looped.state.layers, apart.state.layers, strict=True):
+        np.testing.assert_array_equal(one.position, other.position)
+        np.testing.assert_allclose(one.stats["mass"], other.stats["mass"], atol=1e-5)
+
+
+def planned(shape: str, topology: str, held: storage.Storage | None = None, layers: int | None = None):
+    layers = layers or (2 if held is None else 1)
+    config = dataclasses.replace(by_name(shape), num_layers=layers, windows=())
     spec = CacheSpec(policies.h2o(budget=0.2), held or storage.dense())
     return plan(config, spec, batch=64, prompt_length=1984, new_tokens=64, topology=topology)
 
@@ -141,6 +166,39 @@ def test_the_decode_loop_moves_no_codes():
     moves = rf"= u8\[\d+,\d+,{made.slots[0]},\d+\]\S* (copy|transpose|fusion|pad|select|scatter|all-gather)\("
     assert not re.findall(moves, text)
     assert made.temporaries < made.cache // 10
+
+
+@pytest.mark.sampled(1)
+@needs_libtpu
+@pytest.mark.parametrize("held", [storage.dense(), storage.int8(), storage.int4()], ids=lambda x: x.name)
+def test_a_loop_over_layers_moves_no_cache_and_no_weight(held, monkeypatch):
+    """One kernel for all layers, on a mesh, which writes into the stacks of their slots; weights are read in theirs."""
+    monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.STACKED)
+    made = planned("opt-6.7b", "v6e:2x2", held, layers=3)
+    assert "layers 0-2 run as one loop" in made.table()
+    assert made.compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
+    assert not moves_of_stacks(made)
+    assert made.temporaries < made.cache // 50
+
+
+def moves_of_stacks(made) -> list[str]:
+    """Instructions, outside of fusions, that make a stack or a layer's slice of one: of slots, or of weights."""
+    # [B, L, K, S, n], [B, K, S, n] or [L, in, out], with slots or bytes along the last axis
+    slots = rf"\d+,(?:\d,)?\d+,(?:{made.slots[0]},\d+|\d+,{made.slots[0]})"
+    weights = r"(?:\d,)?(?:4096,\d{4,5}|\d{4,5},4096)"
+    kinds = "copy|transpose|pad|select|scatter|dynamic-slice|dynamic-update-slice|all-gather|fusion"
+    fused = re.compile(r"^%?\S*fus\S* \(.*?^\}", flags=re.MULTILINE | re.DOTALL)
+    body = fused.sub("", re.split(r"^ENTRY ", made.compiled.as_text(), flags=re.MULTILINE)[0])
+    return re.findall(rf"= (?:bf16|u8)\[(?:{slots}|{weights})\]\S* (?:{kinds})\(", body)
+
+
+@pytest.mark.sampled(1)
+@needs_libtpu
+def test_a_move_of_a_slice_would_be_seen(monkeypatch):
+    """A kernel that is given arrays in place of slices has copies of them; of four layers, which no test has traced."""
+    monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.STACKED)
+    monkeypatch.delitem(stack_slices._WITH_STACKS, "call_with_slices")
+    assert moves_of_stacks(planned("opt-6.7b", "v6e:2x2", layers=4))
 
 
 @pytest.mark.sampled(0)

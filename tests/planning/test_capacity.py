@@ -145,13 +145,44 @@ def test_a_search_that_begins_near_the_end_takes_one_batch():
     assert capacities._largest(need, 1, 450, 1_000, 100, 218)[0].programs == 1
 
 
-def test_collectives_are_counted():
+def test_collectives_are_counted_by_their_results():
+    """Those of a loop over five layers within the loop over steps count five times."""
     text = """
-      %a = bf16[8,128]{1,0} all-reduce(bf16[8,128] %x), replica_groups={}
-      %b = (f32[4]{0}, f32[16]{0}) all-gather-start(f32[4] %y), dimensions={0}
-      %c = f32[16]{0} all-gather-done((f32[4], f32[16]) %b)
-    """
-    assert collectives(text) == Collectives(2, 2 * 8 * 128 * 2 + 16 * 4)
+HloModule steps
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %z = f32[] add(%x, %y)
+}
+
+%layer (p: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
+  %a = bf16[8,128]{1,0:T(8,128)(2,1)} all-reduce(bf16[8,128] %x), replica_groups={}, to_apply=%add
+  ROOT %t = (s32[], bf16[8,128]) tuple(%i, %a)
+}
+
+%more_layers (p: (s32[], bf16[8,128])) -> pred[] {
+  %count = s32[]{:T(128)} constant(5)
+  ROOT %less = pred[] compare(s32[] %i, s32[] %count), direction=LT
+}
+
+%step (p: (s32[], pred[4])) -> (s32[], pred[4]) {
+  %loop = (s32[], bf16[8,128]) while((s32[], bf16[8,128]) %t), condition=%more_layers, body=%layer
+  %b = (f32[4]{0}, f32[16]{0}) all-gather-start(f32[4] %y), dimensions={0}
+  %c = f32[16]{0} all-gather-done((f32[4], f32[16]) %b)
+  ROOT %t = (s32[], pred[4]) tuple(%i, %going)
+}
+
+%unfinished (p: (s32[], pred[4])) -> pred[] {
+  %steps = s32[] constant(64)
+  %less = pred[] compare(s32[] %i, s32[] %steps), direction=LT
+  ROOT %both = pred[] and(pred[] %less, pred[] %going)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %loop = (s32[], pred[4]) while((s32[], pred[4]) %t), condition=%unfinished, body=%step
+  ROOT %y = f32[4] parameter(0)
+}
+"""
+    assert collectives(text) == Collectives(5 + 1, 5 * 2 * 8 * 128 * 2 + 16 * 4)
 
 
 def test_a_device_of_unknown_memory_is_refused(monkeypatch):

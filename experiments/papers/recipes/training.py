@@ -85,8 +85,8 @@ class Checkpoints(Part):
 def checkpoints(settings: Settings) -> Checkpoints:
     """A part of the scale's sizes."""
     trial = settings.scale.trial
-    # 4 % of 300 steps are 12, at which no decoder attends to anything yet. 3,000 take half an hour of a core for kvjax-tiny,
-    # and days for the models whose sizes are half.
+    # 4 % of 300 steps are 12, at which no decoder attends to anything yet. 3,000 take half an hour of a core for
+    # kvjax-tiny, and days for the models whose sizes are half.
     count = 25 if trial else LONG if settings.scale == FULL else SHORT
     return Checkpoints(
         text="book", source="war", rows=settings.scale.look_rows, length=settings.scale.length // 4,

@@ -56,7 +56,7 @@ def explain(layout: "CacheLayout") -> str:
         lines.append("  prompts: layers that are alike share a program, which is called for one after the other")
     if not layout.runs and len(layout.decode) > 1 and layout.platform != "cpu":
         whose = "new tokens: " if layout.calls_layers else ""
-        lines.append(f"  {whose}each layer is compiled by itself, since loops over layers run on CPUs by default")
+        lines.append(f"  {whose}each layer is compiled by itself; KVJAX_LAYER_LOOPS=stacked compiles one for all")
     if layout.platform == "cpu":
         lines += [f"  {line}" for line in products.explain().splitlines()]
     return "\n".join(lines)

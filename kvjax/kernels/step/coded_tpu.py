@@ -8,7 +8,7 @@ cannot be written so, and is written by XLA.
 
 import functools
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from kvjax.kernels.decode.codes_tpu import LANES, PACKED, Side, side_of
 from kvjax.kernels.forms import form_of
 from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step.arguments import Step, Stepped
-from kvjax.parallel import host_memory
+from kvjax.numerics.slices import Slice, array_of, from_stacks, to_stacks
 from kvjax.typing import PyTree
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ def step(given: Step) -> Stepped:
     # (side, part) of all arrays, and of those that the kernel writes
     parts = [(name, part) for name, side in sides.items() for part in side.form.parts]
     written = [each for each in parts if append_tpu.takes(held[each[0]].parts[each[1]])]
-    arrays = {each: _placed(held[each[0]].parts[each[1]]) for each in parts}
+    slices = [*(held[name].parts[part] for name, part in parts), position, *(stats[name] for name in names)]
+    # [B, L, K, S, ...] each
+    stacks, index = to_stacks(slices)
+    columns = stacks[len(parts) :]
+    arrays = {each: _placed(stack, own) for each, stack, own in zip(parts, stacks, slices, strict=False)}
     new = dict(zip(("key", "value"), given.encoded, strict=True))
     words = [
         append_tpu.words_of(new[name][part], append_tpu.along_lanes(held[name].parts[part])) for name, part in written
@@ -67,20 +71,26 @@ def step(given: Step) -> Stepped:
         return pl.BlockSpec((None, *shape[1:]), lambda row, *_: (row, *[0] * (len(shape) - 1)))
 
     def tiled(each: tuple[str, str]) -> pl.BlockSpec:
-        numbers = arrays[each].shape[2:]
+        numbers = arrays[each].shape[3:]
         if _lanes(each, sides):
-            return pl.BlockSpec((None, kv_heads, numbers[0], tile), lambda row, at, *_: (row, 0, 0, at))
-        return pl.BlockSpec((None, kv_heads, tile, numbers[1]), lambda row, at, *_: (row, 0, at, 0))
+            return pl.BlockSpec(
+                (None, None, kv_heads, numbers[0], tile),
+                lambda row, at, newest, budget, layer: (row, layer[0], 0, 0, at),
+            )
+        return pl.BlockSpec(
+            (None, None, kv_heads, tile, numbers[1]), lambda row, at, newest, budget, layer: (row, layer[0], 0, at, 0)
+        )
 
     out = jax.ShapeDtypeStruct((batch, kv_heads, sides["value"].form.groups * heads, dim), jnp.float32)
     share = jax.ShapeDtypeStruct(own.shape, jnp.float32)
-    lines = [rowwise(position.shape)] * (1 + len(names))
+    line = pl.BlockSpec((None, None, kv_heads, size), lambda row, at, newest, budget, layer: (row, layer[0], 0, 0))
+    lines = [line] * len(columns)
     small = [rowwise(x.shape) for x in (queries, own, *words)]
-    returned = [*(arrays[each] for each in written), position, *(stats[name] for name in names)]
-    # Aliased inputs follow two prefetched arrays, the query, the own logits and the words.
-    first = 4 + len(words)
+    returned = [*(arrays[each] for each in written), *columns]
+    # Aliased inputs follow three prefetched arrays, the query, the own logits and the words.
+    first = 5 + len(words)
     aliases = {first + parts.index(each): 2 + i for i, each in enumerate(written)}
-    aliases |= {first + len(parts) + i: 2 + len(written) + i for i in range(1 + len(names))}
+    aliases |= {first + len(parts) + i: 2 + len(written) + i for i in range(len(columns))}
     padded = tiles * tile
     output, own_share, *returned = pl.pallas_call(
         functools.partial(
@@ -99,7 +109,7 @@ def step(given: Step) -> Stepped:
             group_reduce=given.group_reduce,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(batch, tiles),
             in_specs=[*small, *(tiled(each) for each in parts), *lines],
             out_specs=[
@@ -118,7 +128,7 @@ def step(given: Step) -> Stepped:
                 pltpu.SMEM((kv_heads,), jnp.int32),
                 *[
                     pltpu.VMEM(
-                        (arrays[each].shape[2], LANES) if _lanes(each, sides) else (PACKED, arrays[each].shape[3]),
+                        (arrays[each].shape[3], LANES) if _lanes(each, sides) else (PACKED, arrays[each].shape[4]),
                         arrays[each].dtype,
                     )
                     for each in written
@@ -130,25 +140,29 @@ def step(given: Step) -> Stepped:
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="decode_step_of_codes",
-    )(newest, budget, queries, own, *words, *(arrays[each] for each in parts), position, *(stats[n] for n in names))
-    # [B, K, 1]: the first empty slot; out of bounds in rows that have ended, so that writes are dropped
-    slot = jnp.min(jnp.where(position < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2, keepdims=True)
-    slot = jnp.where((newest >= 0)[:, None, None], slot, size)
-    after: dict[str, dict[str, Array]] = {"key": {}, "value": {}}
-    for name, part in parts:
-        old = held[name].parts[part]
+    )(newest, budget, index, queries, own, *words, *(arrays[each] for each in parts), *columns)
+    # [B, K]: the first empty slot; out of bounds in rows that have ended, so that writes are dropped
+    before = array_of(position)
+    slot = jnp.min(jnp.where(before < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2)
+    slot = jnp.where((newest >= 0)[:, None], slot, size)
+    at = (jnp.arange(batch)[:, None], index[0], jnp.arange(kv_heads), slot)
+    for i, (name, part) in enumerate(parts):
         if (name, part) in written:
             x = returned[written.index((name, part))]
-            after[name][part] = (jnp.swapaxes(x, 2, 3) if _lanes((name, part), sides) else x).reshape(old.shape)
+            stacks[i] = (jnp.swapaxes(x, 3, 4) if _lanes((name, part), sides) else x).reshape(stacks[i].shape)
         else:
-            after[name][part] = host_memory.write(old, slot, new[name][part])
-    position, *columns = returned[len(written) :]
+            stacks[i] = stacks[i].at[at].set(new[name][part][:, :, 0], mode="drop")
+    after: list[Any] = from_stacks([*stacks[: len(parts)], *returned[len(written) :]], slices)
     flat = output.reshape(batch * kv_heads, *output.shape[2:])
     # [B, K, G, D]
     found = coded_tpu.outputs(flat, sides["value"], heads, group).reshape(query.shape)
     found = found + own_share[:, :, :group, :1] * new_value.astype(jnp.float32)
-    key, value = (held[name].replace(parts=after[name]) for name in ("key", "value"))
-    return found.astype(new_value.dtype), key, value, position, dict(zip(names, columns, strict=True))
+    key, value = (
+        coded.replace(parts={part: x for (own, part), x in zip(parts, after, strict=False) if own == name})
+        for name, coded in held.items()
+    )
+    position, *lines_after = after[len(parts) :]
+    return found.astype(new_value.dtype), key, value, position, dict(zip(names, lines_after, strict=True))
 
 
 def held_bytes(request: "Request") -> int:
@@ -185,14 +199,22 @@ def _lanes(each: tuple[str, str], sides: dict[str, Side]) -> bool:
     return each[1] != "codes" or sides[each[0]].slots_last
 
 
-def _placed(part: Array) -> Array:
-    """Returns a part as it enters the kernel: [B, K, S, bytes] if these fill the lanes, or else [B, K, numbers, S]."""
-    part = part[..., None] if part.ndim == 3 else part
-    return jnp.swapaxes(part, 2, 3) if append_tpu.along_lanes(part) else part
+def _placed(stack: Array, part: Array | Slice) -> Array:
+    """Returns a part as it enters the kernel.
+
+    Args:
+      stack: of the parts of all layers, [B, L, K, S, numbers] or [B, L, K, S].
+      part: of one layer.
+
+    Returns:
+      [B, L, K, S, bytes] if these fill the lanes, or else [B, L, K, numbers, S].
+    """
+    stack = stack[..., None] if part.ndim == 3 else stack
+    return jnp.swapaxes(stack, 3, 4) if append_tpu.along_lanes(stack) else stack
 
 
 def _kernel(
-    newest_ref, budget_ref, query_ref, own_ref, *refs,
+    newest_ref, budget_ref, index_ref, query_ref, own_ref, *refs,
     parts, written, sides, names, observe_and_evict, transforms, factor, window, size, tile, group, group_reduce,
 ):  # fmt: skip
     """Processes one tile of slots of all KV heads of one row.
@@ -266,7 +288,8 @@ def _kernel(
                 block = ref[head, :, here] if lanes else ref[head, here, :]
                 staged_refs[i][...] = append_tpu.placed(block, word_refs[i][head], slot_ref[head] - start, lanes)
                 there = pl.ds(start, width)
-                out = out_refs[i].at[row, head, :, there] if lanes else out_refs[i].at[row, head, there, :]
+                slots = out_refs[i].at[row, index_ref[0], head]
+                out = slots.at[:, there] if lanes else slots.at[there, :]
                 copies.append(pltpu.make_async_copy(staged_refs[i], out, semaphores.at[i]))
                 copies[-1].start()
             for copy in copies:
