@@ -20,7 +20,7 @@ from kvjax.models.layer_loop import VARIABLE
 from kvjax.serve.prompts import Prompts
 from kvjax.storage.base import UNROTATED
 from tests.parameters import with_parameters
-from tests.tiny import kept, random_tokens, tiny
+from tests.tiny import in_stacks, kept, random_tokens, tiny
 
 TOKENS, LENGTHS = random_tokens(2, 30), [30, 19]
 POLICY = policies.kvzip(0.5, instruction=(5, 6, 7), later=(8,), chunk=9, sinks=2)
@@ -80,8 +80,7 @@ def test_tokens_of_a_chunk():
 @pytest.mark.parametrize("policy", [SHARED, GRADIENT], ids=lambda policy: policy.name)
 def test_layers_as_a_loop(monkeypatch, policy):
     model = tiny(layers=3 if policy is SHARED else 2).model
-    monkeypatch.setenv(VARIABLE, "stacked")
-    looped = prompts(policy, own=model)
+    looped = prompts(policy, own=in_stacks(model))
     monkeypatch.setenv(VARIABLE, "off")
     alone = prompts(policy, own=model)
     assert looped.layout.runs and not alone.layout.runs
