@@ -17,7 +17,7 @@ from kvjax.contexts.turns import own_model
 from kvjax.errors import InputError
 from kvjax.generation.context import Context
 from kvjax.models.model import Model
-from kvjax.models.stacked_params import with_others
+from kvjax.models.stacked_params import with_rest
 from kvjax.parallel import distributed
 from kvjax.typing import PyTree
 
@@ -57,7 +57,7 @@ def with_prefix(model: Model, context: Context) -> Model:
     seen = np.zeros(own.config.vocab_size, bool)
     seen[context.text[0]] = True
     prefix = SharedPrefix(layers, *jax.device_put((np.array([length], np.int32), seen)))
-    return dataclasses.replace(own, params=with_others(own.params, {PARAM: prefix}))
+    return dataclasses.replace(own, params=with_rest(own.params, {PARAM: prefix}))
 
 
 def _refuses(model: Model, context: Context) -> str | None:

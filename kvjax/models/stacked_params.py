@@ -31,17 +31,17 @@ class StackedParams(Mapping[str, Any]):
     consists of slices: copies outside of a jitted function.
 
     Attributes:
-      others: the parameters that belong to no layer.
+      rest: the parameters that belong to no layer.
       layers: the parameters of a layer, leaves [L, ...].
     """
 
-    def __init__(self, others: Params, layers: Params) -> None:
-        self.others = others
+    def __init__(self, rest: Params, layers: Params) -> None:
+        self.rest = rest
         self.layers = layers
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[DictKey, PyTree], ...], tuple[str, ...]]:
-        names = tuple(sorted(self.others))
-        return ((DictKey(LAYERS), self.layers), *((DictKey(name), self.others[name]) for name in names)), names
+        names = tuple(sorted(self.rest))
+        return ((DictKey(LAYERS), self.layers), *((DictKey(name), self.rest[name]) for name in names)), names
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], children: tuple[PyTree, ...]) -> "StackedParams":
@@ -61,27 +61,27 @@ class StackedParams(Mapping[str, Any]):
     def __getitem__(self, name: str) -> PyTree:
         if name not in self:
             raise KeyError(name)
-        if name in self.others:
-            return self.others[name]
+        if name in self.rest:
+            return self.rest[name]
         index = int(name.removeprefix(LAYER))
         return jax.tree.map(lambda leaf: _slice(leaf, index), self.layers)
 
     def __contains__(self, name: object) -> bool:
         number = name.removeprefix(LAYER) if isinstance(name, str) and name.startswith(LAYER) else ""
-        return name in self.others or (number.isdecimal() and int(number) < self.num_layers)
+        return name in self.rest or (number.isdecimal() and int(number) < self.num_layers)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.others
+        yield from self.rest
         yield from (f"{LAYER}{index}" for index in range(self.num_layers))
 
     def __len__(self) -> int:
-        return len(self.others) + self.num_layers
+        return len(self.rest) + self.num_layers
 
 
-def with_others(params: Params, own: Params) -> Params:
+def with_rest(params: Params, own: Params) -> Params:
     """Returns parameters with more, or other ones, that belong to no layer."""
     if isinstance(params, StackedParams):
-        return StackedParams({**params.others, **own}, params.layers)
+        return StackedParams({**params.rest, **own}, params.layers)
     return {**params, **own}
 
 
@@ -136,7 +136,7 @@ def with_attention(params: Params, layers: Sequence[Params]) -> Params:
         kinds = {(jax.tree.structure(own), *((x.shape, x.dtype) for x in jax.tree.leaves(own))) for own in layers}
         if len(kinds) == 1:
             added = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-            return StackedParams(params.others, with_own(params.layers, added))
+            return StackedParams(params.rest, with_own(params.layers, added))
     return {**params, **{f"{LAYER}{i}": with_own(params[f"{LAYER}{i}"], own) for i, own in enumerate(layers)}}
 
 
@@ -169,9 +169,9 @@ class StackBuilder:
             node[name] = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
         node[name] = _write(shape.sharding)(node[name], array, int(first.removeprefix(LAYER)))
 
-    def build(self, others: Params) -> StackedParams:
+    def build(self, rest: Params) -> StackedParams:
         """Returns all parameters, with those that belong to no layer."""
-        return StackedParams(others, self._layers)
+        return StackedParams(rest, self._layers)
 
 
 @functools.lru_cache

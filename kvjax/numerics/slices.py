@@ -40,7 +40,7 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the slice, [B, ...]."""
+        """The shape of the slice, [B, ...]."""
         return (*self.stack.shape[:AXIS], *self.stack.shape[AXIS + 1 :])
 
     @property

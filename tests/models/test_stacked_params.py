@@ -10,7 +10,7 @@ import kvjax
 from kvjax import policies
 from kvjax.models import layer_loop, offload, quantize
 from kvjax.models.digest import model_digest
-from kvjax.models.stacked_params import StackBuilder, StackedParams, stacked, unstacked, with_attention, with_others
+from kvjax.models.stacked_params import StackBuilder, StackedParams, stacked, unstacked, with_attention, with_rest
 from kvjax.parallel import sharding
 from tests.tiny import in_stacks, random_tokens, tiny
 
@@ -53,9 +53,9 @@ def test_layers_are_slices_where_arrays_are_traced():
 
 def test_what_changes_layers_keeps_them_in_stacks():
     own = in_stacks(model()).params
-    more = with_others(own, {"other": jnp.ones(2)})
+    more = with_rest(own, {"other": jnp.ones(2)})
     assert isinstance(more, StackedParams) and more.layers is own.layers and "other" in more and "other" not in own
-    assert isinstance(with_others(model().params, {"other": jnp.ones(2)}), dict)
+    assert isinstance(with_rest(model().params, {"other": jnp.ones(2)}), dict)
     alike, differ = [{"x": jnp.ones(2)}] * LAYERS, [{"x": jnp.ones(1 + index)} for index in range(LAYERS)]
     added = with_attention(own, alike)
     assert isinstance(added, StackedParams) and added.layers["mlp"] is own.layers["mlp"]
