@@ -175,6 +175,7 @@ WRONG = {
     "rules as text": (lambda: kvjax.load("kvjax-tiny", rules="mlp=model"), "rules must be a kvjax.Rules"),
     "weights as a list": (lambda: kvjax.load("kvjax-tiny", weights=["int4"]), r"weights=\['int4'\] is unknown"),
     "a mesh of a number": (lambda: kvjax.make_mesh(4), "axes must be the axes of a mesh"),
+    "a mesh of no devices": (lambda: kvjax.make_mesh({"data": 0}), "'data' must be a whole number of at least 1; got"),
     "a rule of a number": (lambda: kvjax.Rules(batch=3), "rule batch must be axes of a mesh"),
     "no devices": (lambda: devices.local_device([]), "devices is empty"),
 }  # fmt: skip

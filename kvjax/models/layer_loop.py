@@ -13,13 +13,13 @@ whose inputs have another order than their own.
 
 On other platforms, layers run as loops if their weights are in stacks (`kvjax.models.stacked_params`), into which
 ``KVJAX_LAYER_LOOPS=stacked`` makes `kvjax.load` read them. XLA fuses the slice of a weight with its product, on meshes
-too, and TPU kernels of whole steps read and write a layer's slots within the stacks (`takes_slices`); steps by other
-kernels are unrolled. The programs of OPT-30B on 8 TPU v5e then take 14 CPU seconds to compile instead of 41, or of 22
-with prompts by `kvjax.generation.layer_calls`, which is the default. It is not the default there, because XLA reads the
-weights of later layers ahead only if layers are unrolled: by the TPU compiler's own estimate, which counts no kernels,
-a step of OPT-30B's loop takes 1.3 times as long. On an H200, SmolLM2-135M in float32, 8 rows of 2,048 tokens, takes 18
-s for a first call, beside 17 other processes, and 4.7 ms a step with a full cache, 3.5 under h2o at 20 %; steps of
-unrolled layers have not been measured there.
+too, and TPU kernels of whole steps read and write a layer's slots within the stacks (`takes_slices`). Steps by other
+kernels are unrolled, and those by XLA's attention copy a layer's slots. The programs of OPT-30B on 8 TPU v5e then take
+14 CPU seconds to compile instead of 41, or of 22 with prompts by `kvjax.generation.layer_calls`, which is the default.
+It is not the default there, because XLA reads the weights of later layers ahead only if layers are unrolled: by the TPU
+compiler's own estimate, which counts no kernels, a step of OPT-30B's loop takes 1.3 times as long. On an H200,
+SmolLM2-135M in float32, 8 rows of 2,048 tokens, takes 18 s for a first call, beside 17 other processes, and 4.7 ms a
+step with a full cache, 3.5 under h2o at 20 %; steps of unrolled layers have not been measured there.
 
 The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare, and ``calls`` unrolls them but for
 prompts, which call layers.

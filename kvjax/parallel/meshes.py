@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from kvjax.arguments import check_type
+from kvjax.arguments import check_type, count_argument
 from kvjax.errors import ConfigError
 from kvjax.parallel.rules import AXES, Rules, using
 
@@ -135,6 +135,9 @@ def _sizes(axes: str | Mapping[str, int], count: int) -> dict[str, int]:
         raise ConfigError(
             f"mesh axis {unknown[0]!r} is unknown; valid axes: {', '.join(AXES)}, as in 'data:2,model:4'."
         )
+    sizes = {
+        axis: count_argument(f"mesh axis {axis!r}", size, minimum=1, error=ConfigError) for axis, size in sizes.items()
+    }
     needed = math.prod(sizes.values())
     if needed > count:
         raise ConfigError(f"mesh {axes!r} needs {needed} devices, but there are {count}.")

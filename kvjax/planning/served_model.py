@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -219,7 +219,7 @@ class ServedModel:
           InputError: a budget below 1, or another number of budgets than layers.
         """
         if budget is None or isinstance(budget, numbers.Integral):
-            own: tuple[int | None, ...] = (None if budget is None else int(budget),) * self.layers
+            own: tuple[Any, ...] = (budget,) * self.layers
         elif isinstance(budget, Sequence) and not isinstance(budget, str):
             own = tuple(budget)
         else:
@@ -229,6 +229,7 @@ class ServedModel:
         for each in own:
             if each is not None:
                 check_count("budget", each)
+        own = tuple(each if each is None else int(each) for each in own)
         counts = collections.Counter(zip(self.by_layer, own, self.host_by_layer, strict=True))
         return tuple(LayerRun(layers, slot, each, host) for (slot, each, host), layers in counts.items())
 

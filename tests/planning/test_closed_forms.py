@@ -408,6 +408,7 @@ def test_budgets_of_each_prompt():
         (lambda: layouts.row_bytes(SMALL, 5, longest=-1, budget=None), "longest must be"),
         (lambda: dataclasses.replace(SMALL, active_params=0), "active_params must be"),
         (lambda: dataclasses.replace(SMALL, kv_heads=3), "kv_heads must divide heads=4; got 3"),
+        (lambda: SMALL.runs(True), "budget must be a whole number of at least 1; got True"),
         (lambda: dataclasses.replace(SMALL, layer_host_bytes=(0, 65)), r"layer_host_bytes\[1\] must .* 0 to 64; got"),
         (lambda: serving_costs(ON_HOST, FAST, 5), "give host_memory"),
         (lambda: layouts.row_bytes(ON_HOST, 5, longest=9, budget=None), "layouts: slots are in the device's memory"),
