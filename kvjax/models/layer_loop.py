@@ -13,13 +13,13 @@ whose inputs have another order than their own.
 
 On other platforms, layers run as loops if their weights are in stacks (`kvjax.models.stacked_params`), into which
 ``KVJAX_LAYER_LOOPS=stacked`` makes `kvjax.load` read them. XLA fuses the slice of a weight with its product, on meshes
-too, and TPU kernels of whole steps read and write a layer's slots within the stacks (`takes_slices`). Steps by other
-kernels are unrolled, and those by XLA's attention copy a layer's slots. The programs of OPT-30B on 8 TPU v5e then take
-14 CPU seconds to compile instead of 41, or of 22 with prompts by `kvjax.generation.layer_calls`, which is the default.
-It is not the default there, because XLA reads the weights of later layers ahead only if layers are unrolled: by the TPU
-compiler's own estimate, which counts no kernels, a step of OPT-30B's loop takes 1.3 times as long. On an H200,
-SmolLM2-135M in float32, 8 rows of 2,048 tokens, takes 18 s for a first call, beside 17 other processes, and 4.7 ms a
-step with a full cache, 3.5 under h2o at 20 %; steps of unrolled layers have not been measured there.
+too, and TPU kernels of whole steps read and write a layer's slots within the stacks (`kvjax.kernels.step.stacks_tpu`).
+Steps by other kernels are unrolled, and those by XLA's attention copy a layer's slots. The programs of OPT-30B on 8 TPU
+v5e then take 14 CPU seconds to compile instead of 41, or of 22 with prompts by `kvjax.generation.layer_calls`, which is
+the default. It is not the default there, because XLA reads the weights of later layers ahead only if layers are
+unrolled: by the TPU compiler's own estimate, which counts no kernels, a step of OPT-30B's loop takes 1.3 times as long.
+On an H200, SmolLM2-135M in float32, 8 rows of 2,048 tokens, takes 18 s for a first call, beside 17 other processes, and
+4.7 ms a step with a full cache, 3.5 under h2o at 20 %; steps of unrolled layers have not been measured there.
 
 The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare, and ``calls`` unrolls them but for
 prompts, which call layers.
@@ -49,6 +49,7 @@ from kvjax.parallel.sharding import Params
 from kvjax.products import IndexedMatrix, QuantizedMatrix, native, runs_native
 from kvjax.products.indexed import can_index
 from kvjax.products.quantized import is_quantized
+from kvjax.storage.store import encode
 from kvjax.typing import PyTree
 
 Array = jax.Array
@@ -133,15 +134,25 @@ def _can_loop(group: Group, dim: int, dtype: jnp.dtype, in_stacks: bool) -> bool
     by_kernel = group.step_implementation is not None or group.attn_implementation != "xla"
     if in_stacks:
         # A prompt is limited by arithmetic, which hides the copy of a layer's slots.
-        return not group.decoding or not by_kernel or takes_slices(group)
+        return not group.decoding or not by_kernel or _takes_slices(group, dim, dtype)
     # Slices of codes that kvjax's own products do not read would be copied in each step. While the products are being
     # built they are: a program that is compiled soon is worth more then.
     reasons = [coded.refuses(codec, dim, dtype) for codec in group.codecs if codec is not None]
     return not by_kernel and all(reason in (None, native.BUILDING) for reason in reasons)
 
 
-def takes_slices(group: Group) -> bool:
+def _takes_slices(group: Group, dim: int, dtype: jnp.dtype) -> bool:
     """Whether the kernel of a decoding step reads and writes the slots of a layer within a stack."""
+    if not _steps_by_slices(group) or not any(group.codecs):
+        return _steps_by_slices(group)
+    from kvjax.kernels.step import stacks_tpu  # Pallas takes long to import
+
+    vectors = jax.ShapeDtypeStruct((1, 1, stacks_tpu.LANES, dim), dtype)
+    return stacks_tpu.takes_parts(jax.eval_shape(lambda x: encode(group.stores[0], x, x, dtype), vectors))
+
+
+def _steps_by_slices(group: Group) -> bool:
+    """Whether a decoding step is one kernel, which can be given slices."""
     return group.step_implementation == "pallas_tpu"
 
 
@@ -338,7 +349,7 @@ def _given(slices: Layer, groups: tuple[Group, ...]) -> Layer:
     """Returns what a layer is given: slices of what it writes slot by slot, and arrays of what it writes as a whole."""
 
     def of_group(own: LayerKV, group: Group) -> LayerKV:
-        if takes_slices(group):
+        if _steps_by_slices(group):
             return own
         by_slot = {"stores": own.stores} | ({} if group.evicts else {"position": own.position})
         read: LayerKV = _arrays(own)

@@ -22,6 +22,7 @@ from kvjax.kernels.decode.codes_tpu import LANES, PACKED, Side, side_of
 from kvjax.kernels.forms import form_of
 from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step.arguments import Step, Stepped
+from kvjax.kernels.step.stacks_tpu import in_main_memory
 from kvjax.numerics.slices import Slice, array_of, from_stacks, to_stacks
 from kvjax.typing import PyTree
 
@@ -52,8 +53,9 @@ def step(given: Step) -> Stepped:
     slices = [*(held[name].parts[part] for name, part in parts), position, *(stats[name] for name in names)]
     # [B, L, K, S, ...] each
     stacks, index = to_stacks(slices)
-    columns = stacks[len(parts) :]
-    arrays = {each: _placed(stack, own) for each, stack, own in zip(parts, stacks, slices, strict=False)}
+    own_stacks, columns = stacks[: len(parts)], stacks[len(parts) :]
+    own_slices = slices[: len(parts)]
+    arrays = {each: _placed(stack, own) for each, stack, own in zip(parts, own_stacks, own_slices, strict=True)}
     new = dict(zip(("key", "value"), given.encoded, strict=True))
     words = [
         append_tpu.words_of(new[name][part], append_tpu.along_lanes(held[name].parts[part])) for name, part in written
@@ -140,7 +142,7 @@ def step(given: Step) -> Stepped:
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="decode_step_of_codes",
-    )(newest, budget, index, queries, own, *words, *(arrays[each] for each in parts), *columns)
+    )(newest, budget, index, queries, own, *words, *in_main_memory([*(arrays[each] for each in parts), *columns]))
     # [B, K]: the first empty slot; out of bounds in rows that have ended, so that writes are dropped
     before = array_of(position)
     slot = jnp.min(jnp.where(before < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2)
@@ -149,16 +151,17 @@ def step(given: Step) -> Stepped:
     for i, (name, part) in enumerate(parts):
         if (name, part) in written:
             x = returned[written.index((name, part))]
-            stacks[i] = (jnp.swapaxes(x, 3, 4) if _lanes((name, part), sides) else x).reshape(stacks[i].shape)
+            x = jnp.swapaxes(x, 3, 4) if _lanes((name, part), sides) else x
+            own_stacks[i] = x.reshape(own_stacks[i].shape)
         else:
-            stacks[i] = stacks[i].at[at].set(new[name][part][:, :, 0], mode="drop")
-    after: list[Any] = from_stacks([*stacks[: len(parts)], *returned[len(written) :]], slices)
+            own_stacks[i] = own_stacks[i].at[at].set(new[name][part][:, :, 0], mode="drop")
+    after: list[Any] = from_stacks([*own_stacks, *returned[len(written) :]], slices)
     flat = output.reshape(batch * kv_heads, *output.shape[2:])
     # [B, K, G, D]
     found = coded_tpu.outputs(flat, sides["value"], heads, group).reshape(query.shape)
     found = found + own_share[:, :, :group, :1] * new_value.astype(jnp.float32)
     key, value = (
-        coded.replace(parts={part: x for (own, part), x in zip(parts, after, strict=False) if own == name})
+        coded.replace(parts={part: x for (own, part), x in zip(parts, after[: len(parts)], strict=True) if own == name})
         for name, coded in held.items()
     )
     position, *lines_after = after[len(parts) :]

@@ -21,6 +21,7 @@ from kvjax.kernels.registry import GROUP_BYTES
 from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step import coded_tpu, trace
 from kvjax.kernels.step.arguments import Step, Stepped, takes_step
+from kvjax.kernels.step.stacks_tpu import in_main_memory
 from kvjax.numerics.slices import array_of, from_stacks, to_stacks
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def step(given: Step) -> Stepped:
         input_output_aliases={(6 if inside else 8) + i: 1 + i for i in range(len(returned))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="decode_step",
-    )(newest, budget, index, query, new_key, new_value, keys, values, *columns)
+    )(newest, budget, index, query, new_key, new_value, *in_main_memory([keys, values, *columns]))
     if inside:
         keys, values, *columns = returned
     else:
