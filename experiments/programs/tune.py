@@ -23,6 +23,7 @@ from kvjax.checkpoint.huggingface import save
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generation.score_function import score_function
 from kvjax.models.model import Model
+from kvjax.models.stacked_params import unstacked
 from kvjax.parallel import distributed
 from kvjax.policies import full
 from kvjax.policies.traits import evicting_in_prompt
@@ -115,9 +116,10 @@ def tune(config: TuneConfig, *, command: str = "", progress: bool | None = None,
 
 def _tuned(config: TuneConfig, model: Model, trained: PyTree) -> Model:
     """Returns the model with the trained parameters merged into its own, divided as these are."""
-    places = jax.tree.map(lambda leaf: leaf.sharding, model.params)
+    own = unstacked(model.params)
+    places = jax.tree.map(lambda leaf: leaf.sharding, own)
     merge = jax.jit(lambda params, trained: parameters.merged(params, trained, config), out_shardings=places)
-    return Model(model.config, merge(model.params, trained), model.tokenizer, model.mesh, model.generation, model.rules)
+    return Model(model.config, merge(own, trained), model.tokenizer, model.mesh, model.generation, model.rules)
 
 
 def _scores(rows: Sequence[Row]) -> JsonObject:

@@ -22,6 +22,7 @@ from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.decoder import Decoder
 from kvjax.models.decoder_layer import run_layer
 from kvjax.models.parameters import parameter_shapes
+from kvjax.models.stacked_params import unstacked
 from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.host_memory import DEVICE, PINNED
 from kvjax.parallel.sharding import Params
@@ -60,15 +61,15 @@ def forward(config: DecoderConfig, activations: str, share: float = 1.0) -> Appl
         phase = keep_everything(config.num_layers)
         block = Block(position=position, prompt=length, total=length, budget=((None,),) * config.num_layers)
         # [B, n, hidden]
-        x = cast(Array, decoder.apply({"params": params}, tokens, block, method="enter"))
+        x = cast(Array, decoder.apply({"params": unstacked(params)}, tokens, block, method="enter"))
         for index, offloads in enumerate(moves):
             x = sharding.constrain(x, ("batch", None, None))
             layer = functools.partial(_layer, config=config, kind=config.kind(index), groups=phase[index])
             x = jax.checkpoint(layer, policy=policy if offloads else None)(
                 params[f"layer_{index}"], x, block.of_layer(index)
             )
-        hidden = decoder.apply({"params": params}, x, method="leave")
-        return cast(Array, decoder.apply({"params": params}, hidden, method="logits")), None
+        hidden = decoder.apply({"params": unstacked(params)}, x, method="leave")
+        return cast(Array, decoder.apply({"params": unstacked(params)}, hidden, method="logits")), None
 
     return apply
 

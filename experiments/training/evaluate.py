@@ -11,6 +11,7 @@ from experiments.tasks.prompts import Prompt
 from experiments.training.corpus import Text
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
+from kvjax.models.stacked_params import unstacked
 from kvjax.numerics.finite import check_finite
 from kvjax.parallel import distributed
 from kvjax.typing import PyTree
@@ -22,7 +23,7 @@ ROWS = 8  # of one forward pass
 @functools.partial(jax.jit, static_argnames="config")
 def _score(params: PyTree, tokens: Array, config: DecoderConfig) -> tuple[Array, Array]:
     """Scores all but the first of tokens [B, T + 1]: log-probability and whether it is the likeliest, [B, T] each."""
-    logits, _ = Decoder(config).apply({"params": params}, tokens[:, :-1])
+    logits, _ = Decoder(config).apply({"params": unstacked(params)}, tokens[:, :-1])
     target = tokens[:, 1:]
     chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == target

@@ -88,7 +88,7 @@ def grown(params: PyTree, config: DecoderConfig, new_layers: Sequence[int], key:
     for layer in range(config.num_layers):
         name = f"layer_{layer}"
         layers[name] = _make_identity(fresh[name]) if layer in new_layers else params[f"layer_{next(old)}"]
-    return params | layers
+    return {**params, **layers}
 
 
 def _make_identity(layer: JsonObject) -> JsonObject:

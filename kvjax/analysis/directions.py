@@ -25,6 +25,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
 from kvjax.models.nested import Directions, Nested
+from kvjax.models.stacked_params import unstacked
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.storage.calibration import Calibration
@@ -268,7 +269,8 @@ def divergence(
         one, two, real = inputs
         # [B, n, V]
         full, nested = (
-            jax.nn.log_softmax(cast(Array, decoder.apply({"params": params}, x, method="logits"))) for x in (one, two)
+            jax.nn.log_softmax(cast(Array, decoder.apply({"params": unstacked(params)}, x, method="logits")))
+            for x in (one, two)
         )
         return jnp.sum(jnp.where(real, jnp.sum(jnp.exp(full) * (full - nested), axis=-1), 0.0))
 

@@ -11,10 +11,9 @@ from typing import overload
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.cache.state import KVState, Layer
-from kvjax.numerics.slices import AXIS, slice_shape
+from kvjax.numerics.slices import AXIS, slice_of
 from kvjax.summary import items, one_line
 from kvjax.typing import PyTree
 
@@ -56,7 +55,7 @@ class LayerStack(flax.struct.PyTreeNode):
 
     def layer_at(self, index: int) -> Layer:
         """Returns a layer, whose arrays are copied."""
-        return jax.tree.map(lambda leaf: _slice(leaf, index), self.layer)
+        return jax.tree.map(lambda leaf: slice_of(leaf, index), self.layer)
 
     def map(self, function: Callable[[Layer, PyTree], Layer], others: PyTree) -> "LayerStack":
         """Applies a function to each layer, one after the other.
@@ -69,16 +68,6 @@ class LayerStack(flax.struct.PyTreeNode):
         layers = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, AXIS, 0), self.layer)
         made = jax.lax.map(lambda each: function(*each), (layers, others))
         return LayerStack(jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, AXIS), made), self.count)
-
-
-def _slice(leaf: PyTree, index: int) -> PyTree:
-    """Returns the part of a layer of a stacked leaf [B, L, ...], or of its shape."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return slice_shape(leaf)
-    if isinstance(leaf, np.ndarray):
-        return leaf[:, index]
-    # An index that is an operand: `leaf[:, index]` would compile another program for each layer.
-    return jax.lax.dynamic_index_in_dim(leaf, index, AXIS, keepdims=False) if isinstance(leaf, jax.Array) else leaf
 
 
 @jax.tree_util.register_pytree_node_class
@@ -143,7 +132,7 @@ def positions_of(layers: Sequence[Layer], index: int) -> tuple[Array, ...]:
     """Returns the positions [B, K, S] of each group of heads of a layer, without copying its keys and values."""
     entry, inside = _find(layers, index)
     if isinstance(entry, LayerStack):
-        return tuple(_slice(group.position, inside) for group in entry.layer)
+        return tuple(slice_of(group.position, inside) for group in entry.layer)
     return tuple(group.position for group in entry)
 
 

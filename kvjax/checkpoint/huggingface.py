@@ -147,7 +147,7 @@ def _load(
         place = _Place(mesh, on_host)
         params: dict[str, PyTree] = {}
         builder: StackBuilder | None = None
-        if layer_loop.wants_stacks(config) and not (codes or keep or form or on_host):
+        if layer_loop.wants_stacks(config, mesh) and not (codes or keep or form or on_host):
             builder = StackBuilder(config.num_layers)
         stacks: dict[names.Path, list[PyTree]] = {}
         kept = 0
@@ -183,7 +183,8 @@ def _load(
                     part = _stacked(stacks.pop(path), path)
                 with using(rules):
                     made = place.coded(part, path, codes, target) if codes and coded else place(part, path)
-                if builder is not None and path[0].startswith(LAYER) and not isinstance(made, QuantizedMatrix):
+                if builder is not None and path[0].startswith(LAYER):
+                    assert isinstance(made, jax.Array), "codes are of layers apart"
                     builder.add(path, made)
                 else:
                     node = params

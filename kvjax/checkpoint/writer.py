@@ -21,6 +21,7 @@ from kvjax.checkpoint import chat, names, quantized, readers
 from kvjax.errors import CheckpointError
 from kvjax.models import families, generation_config
 from kvjax.models.model import Model, check_model
+from kvjax.models.stacked_params import LAYER, StackedParams, layer_part, with_rest
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params, PyTree
 from kvjax.products.quantized import dequantize, is_quantized
@@ -124,7 +125,7 @@ def _writable(params: Params) -> Params:
         others = [leaf for leaf in jax.tree.leaves(layers, is_leaf=is_quantized) if is_quantized(leaf)]
         if any(each.bits != head.bits for each in others) or not quantized.can_write(head):
             tables["head"]["kernel"] = dequantize(head, head.dtype)
-    return {**params, **{name: table for name, table in tables.items() if table}}
+    return with_rest(params, {name: table for name, table in tables.items() if table})
 
 
 def _parts(tensor: names.Tensor, params: Params) -> list[PyTree]:
@@ -132,6 +133,9 @@ def _parts(tensor: names.Tensor, params: Params) -> list[PyTree]:
     parts = []
     for path, shape in zip(tensor.paths, tensor.shapes, strict=True):
         node: PyTree = params
+        if isinstance(params, StackedParams) and path[0].startswith(LAYER):
+            # The whole layer would be copied for each of its tensors.
+            node, path = {path[1]: layer_part(params, int(path[0].removeprefix(LAYER)), path[1])}, path[1:]
         for key in path:
             node = node.get(key) if hasattr(node, "get") else None
         shape = (tensor.stack, *shape) if tensor.stack else shape

@@ -24,7 +24,7 @@ from kvjax.models.config import DecoderConfig, model_sizes
 from kvjax.models.decoder_layer import POLICY, SIDES, run_layer
 from kvjax.models.gradients import gradients
 from kvjax.models.model import Model, check_model
-from kvjax.models.stacked_params import with_attention
+from kvjax.models.stacked_params import layer_part, with_attention
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
@@ -185,7 +185,7 @@ def with_calibration(model: Model, needs: Needs, calibration: Calibration | None
     if calibration is None:
         if not needs.any:
             return model
-        attentions = [model.params[f"layer_{index}"]["attention"] for index in range(config.num_layers)]
+        attentions = [layer_part(model.params, index, "attention") for index in range(config.num_layers)]
         if any(map(required, storages)) and any(SIDES not in own for own in attentions):
             raise StorageError(
                 f"storage {storages[0].name} needs a calibration: make it with kvjax.calibrate(model, tokens, "
@@ -250,7 +250,7 @@ def fingerprint(model: Model) -> str | None:
     gradient, whose numbers are not known.
     """
     found = hashlib.sha256(repr(model.config).encode())
-    norms = [model.params[f"layer_{index}"].get("attention_norm", {}) for index in range(model.config.num_layers)]
+    norms = [layer_part(model.params, index, "attention_norm") for index in range(model.config.num_layers)]
     tokens = model.params["embed"]["tokens"]
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, norms))):
         return None

@@ -14,7 +14,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder_layer import SIDES, SKEW
 from kvjax.models.model import Model, check_model
 from kvjax.models.skew import can_fold
-from kvjax.models.stacked_params import with_attention
+from kvjax.models.stacked_params import layer_part, with_attention
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.products.quantized import is_quantized
@@ -55,14 +55,14 @@ def compress_kv_heads(model: Model, calibration: Calibration, heads: int) -> Mod
         raise StorageError("compress_kv_heads needs a calibration: kvjax.calibrate(model, tokens, kv_heads(heads)).")
     calibrated(model, held, calibration)  # raises where it does not fit
     params, layers = model.params, []
-    if any(map(is_quantized, params["layer_0"]["attention"]["key"].values())):
+    if any(map(is_quantized, layer_part(params, 0, "attention")["key"].values())):
         raise StorageError(
             "compress_kv_heads: the model's weights are codes, into which nothing can be folded; load exact weights, "
             "and quantize the result with kvjax.quantize_weights."
         )
     for index, sides in enumerate(calibration.layers):
         basis = {name: np.asarray(sides[name]["basis"], np.float64) for name in ("key", "value")}
-        layers.append(_folded(params[f"layer_{index}"]["attention"], basis, config, heads))
+        layers.append(_folded(layer_part(params, index, "attention"), basis, config, heads))
     fewer = dataclasses.replace(config, num_kv_heads=config.num_kv_heads // heads)
     return dataclasses.replace(model, config=fewer, params=with_attention(params, layers))
 

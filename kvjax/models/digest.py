@@ -6,27 +6,32 @@ import weakref
 import jax
 import numpy as np
 
+from kvjax.models.stacked_params import LAYER, StackedParams
+from kvjax.numerics.slices import slice_of
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.typing import PyTree
 
-_known = dict[int, bytes]()  # by the id of an array that exists
+#: By the id of an array that exists, the digests of its slices along the first axis, and under None its own.
+_known = dict[int, dict[int | None, bytes]]()
 
 
 def model_digest(params: Params) -> str:
     """Returns the SHA-256 of parameters: of the path, dtype, shape and digest of each, in the order of paths.
 
-    One array at a time is copied to the host, and once: the digests of JAX arrays, which do not change, are kept as
-    long as the arrays are.
+    One array at a time, or one layer's slice of a stack, is copied to the host, and once: the digests of JAX arrays,
+    which do not change, are kept as long as the arrays are.
     """
     digest = hashlib.sha256()
-    # Layers in stacks are sliced one at a time.
     for name in sorted(params):
-        leaves = jax.tree_util.tree_flatten_with_path({name: params[name]})[0]
+        index = int(name.removeprefix(LAYER)) if name.startswith(LAYER) else None
+        stacks = params.layers if index is not None and isinstance(params, StackedParams) else None
+        leaves = jax.tree_util.tree_flatten_with_path({name: params[name] if stacks is None else stacks})[0]
         named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
         for path, leaf in sorted(named.items()):
-            digest.update(f"{path} {leaf.dtype} {leaf.shape}".encode())
-            digest.update(_array_digest(leaf))
+            shape = leaf.shape if stacks is None else leaf.shape[1:]
+            digest.update(f"{path} {leaf.dtype} {shape}".encode())
+            digest.update(_array_digest(leaf, None if stacks is None else index))
     return digest.hexdigest()
 
 
@@ -65,15 +70,18 @@ def _equal(one: jax.Array | np.ndarray | None, two: jax.Array | np.ndarray | Non
     return one.dtype == two.dtype and one.shape == two.shape and _array_digest(one) == _array_digest(two)
 
 
-def _array_digest(leaf: jax.Array | np.ndarray) -> bytes:
+def _array_digest(leaf: jax.Array | np.ndarray, index: int | None = None) -> bytes:
+    """Returns the SHA-256 of the numbers of an array, or of one of its slices."""
     if not isinstance(leaf, jax.Array):
-        return _hashed(leaf)
-    found = _known.get(id(leaf))
-    if found is None:
-        found = _known[id(leaf)] = _hashed(leaf)
+        return _hashed(leaf if index is None else leaf[index])
+    known = _known.get(id(leaf))
+    if known is None:
+        known = _known[id(leaf)] = {}
         # None, since two threads may have made a digest of the same array.
         weakref.finalize(leaf, _known.pop, id(leaf), None).atexit = False
-    return found
+    if index not in known:
+        known[index] = _hashed(leaf if index is None else slice_of(leaf, index, 0))
+    return known[index]
 
 
 def _hashed(leaf: jax.Array | np.ndarray) -> bytes:

@@ -14,6 +14,7 @@ from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.decoder import Decoder
 from kvjax.models.decoder_layer import SHIFT, run_layer
 from kvjax.models.model import Model
+from kvjax.models.stacked_params import unstacked
 from kvjax.parallel.sharding import Params
 from kvjax.policies.window import full
 
@@ -70,9 +71,9 @@ def _of_loss(params: Params, x: Array, targets: Array, known: Array, *, config: 
     decoder = Decoder(config, params["embed"]["tokens"].dtype)
 
     def loss(x: Array) -> Array:
-        hidden = decoder.apply({"params": params}, x, method="leave")
+        hidden = decoder.apply({"params": unstacked(params)}, x, method="leave")
         # [B, n, V], then [B, n]
-        logits = cast(Array, decoder.apply({"params": params}, hidden, method="logits"))
+        logits = cast(Array, decoder.apply({"params": unstacked(params)}, hidden, method="logits"))
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jnp.sum(jnp.where(known, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0))
 

@@ -14,12 +14,13 @@ whose inputs have another order than their own.
 On other platforms, layers run as loops if their weights are in stacks (`kvjax.models.stacked_params`), into which
 ``KVJAX_LAYER_LOOPS=stacked`` makes `kvjax.load` read them. XLA fuses the slice of a weight with its product, on meshes
 too, and TPU kernels of whole steps read and write a layer's slots within the stacks (`kvjax.kernels.step.stacks_tpu`).
-Steps by other kernels are unrolled, and those by XLA's attention copy a layer's slots. The programs of OPT-30B on 8 TPU
-v5e then take 14 CPU seconds to compile instead of 41, or of 22 with prompts by `kvjax.generation.layer_calls`, which is
-the default. It is not the default there, because XLA reads the weights of later layers ahead only if layers are
-unrolled: by the TPU compiler's own estimate, which counts no kernels, a step of OPT-30B's loop takes 1.3 times as long.
-On an H200, SmolLM2-135M in float32, 8 rows of 2,048 tokens, takes 18 s for a first call, beside 17 other processes, and
-4.7 ms a step with a full cache, 3.5 under h2o at 20 %; steps of unrolled layers have not been measured there.
+Steps by other kernels are unrolled, as are codes of which a vector has less than a word in an array; those by XLA's
+attention copy a layer's slots. The programs of OPT-30B on 8 TPU v5e then take 14 CPU seconds to compile instead of 41,
+or of 22 with prompts by `kvjax.generation.layer_calls`, which is the default. It is not the default there, because XLA
+reads the weights of later layers ahead only if layers are unrolled: by the TPU compiler's own estimate, which counts no
+kernels, a step of OPT-30B's loop takes 1.3 times as long. On an H200, SmolLM2-135M in float32, 8 rows of 2,048 tokens,
+takes 18 s for a first call, beside 17 other processes, and 4.7 ms a step with a full cache, 3.5 under h2o at 20 %;
+steps of unrolled layers have not been measured there.
 
 The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare, and ``calls`` unrolls them but for
 prompts, which call layers.
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import KeyPath, tree_flatten_with_path
 
 from kvjax.cache.groups import Group, Phase
@@ -100,9 +102,16 @@ def setting() -> str:
     return given
 
 
-def wants_stacks(config: DecoderConfig) -> bool:
-    """Returns whether exact weights of layers should be in stacks; see `kvjax.models.stacked_params`."""
-    return setting() == STACKED and not config.num_experts
+def wants_stacks(config: DecoderConfig, mesh: Mesh | AbstractMesh | None) -> bool:
+    """Returns whether exact weights of layers should be in stacks; see `kvjax.models.stacked_params`.
+
+    On one CPU, kvjax's own products loop over matrices that are apart, faster than XLA's over stacks.
+
+    Args:
+      config: the decoder.
+      mesh: the mesh, or None for the default device.
+    """
+    return setting() == STACKED and not config.num_experts and (mesh is not None or jax.default_backend() != "cpu")
 
 
 def _key(config: DecoderConfig, params: Params, groups: tuple[tuple[Group, ...], ...], index: int) -> Any:

@@ -34,7 +34,8 @@ class Model:
 
     Attributes:
       config: static description of the decoder.
-      params: nested dict of arrays, projections [in, out]; see `kvjax.models.parameters.parameter_shapes`.
+      params: nested dict of arrays, projections [in, out], see `kvjax.models.parameters.parameter_shapes`; or the same
+        with layers in stacks, `kvjax.models.stacked_params.StackedParams`.
       tokenizer: the tokenizer of the checkpoint or None.
       mesh: the mesh that the parameters are sharded over, or None for a single device.
       generation: what the checkpoint's generation_config.json says.

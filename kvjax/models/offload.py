@@ -15,7 +15,7 @@ from jax.tree_util import KeyPath
 from kvjax.arguments import number_argument
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
-from kvjax.models.stacked_params import LAYER, unstacked
+from kvjax.models.stacked_params import LAYER, map_with_path
 from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.sharding import Params
 
@@ -76,4 +76,4 @@ def offload(model: Model, share: float = 1.0) -> Model:
             return leaf
         return jax.device_put(leaf, leaf.sharding.with_memory_kind(host_memory.PINNED))
 
-    return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(move, unstacked(model.params)))
+    return dataclasses.replace(model, params=map_with_path(move, model.params))

@@ -25,7 +25,7 @@ from kvjax.models.experts import ROUTER
 from kvjax.models.model import Model, check_model
 from kvjax.models.offload import in_host_memory
 from kvjax.models.parameters import parameter_shapes
-from kvjax.models.stacked_params import LAYER, unstacked
+from kvjax.models.stacked_params import LAYER, map_with_path
 from kvjax.parallel import distributed, host_memory, sharding
 from kvjax.parallel.sharding import Params, PyTree
 from kvjax.products.quantized import (
@@ -155,7 +155,7 @@ def quantize_weights(model: Model, bits: int = 4, group: int | None = GROUP, *, 
             return leaf
         return quantized(leaf, names, weights, model.mesh, leaf.dtype, on_host=host_memory.on_host(leaf))
 
-    return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(code, unstacked(model.params)))
+    return dataclasses.replace(model, params=map_with_path(code, model.params))
 
 
 def check(config: DecoderConfig, weights: WeightCodes | None) -> None:

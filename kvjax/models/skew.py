@@ -25,7 +25,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.decoder_layer import SKEW
 from kvjax.models.model import Model
-from kvjax.models.stacked_params import with_attention
+from kvjax.models.stacked_params import layer_part, unstacked, with_attention
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.products.quantized import is_quantized
@@ -77,7 +77,9 @@ def _query_factors(params: Params, tokens: Array, lengths: Array, *, config: Dec
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     position = jnp.where(position < lengths[:, None], position, -1)
     block = Block(position=position, prompt=lengths, total=lengths, budget=((None,),) * config.num_layers)
-    _, sown = decoder.apply({"params": params}, tokens, None, block, method="hidden", mutable="intermediates")
+    _, sown = decoder.apply(
+        {"params": unstacked(params)}, tokens, None, block, method="hidden", mutable="intermediates"
+    )
     factors = []
     for index in range(config.num_layers):
         ((seen,),) = sown["intermediates"][f"attention_{index}"]
@@ -128,7 +130,7 @@ def skewed(model: Model, skew: ArrayLike, *, fold: bool | None = None) -> Model:
         raise InputError("skew cannot be folded into quantized weights; skew the model first, or give fold=False.")
     layers: list[Params] = [{SKEW: own} for own in jnp.asarray(matrices)]
     if fold:
-        attentions = (model.params[f"layer_{index}"]["attention"] for index in range(config.num_layers))
+        attentions = (layer_part(model.params, index, "attention") for index in range(config.num_layers))
         layers = [_folded(own, layer[SKEW], config) for own, layer in zip(attentions, layers, strict=True)]
     return dataclasses.replace(model, params=with_attention(model.params, layers))
 

@@ -10,12 +10,11 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Sharding
-from jax.tree_util import DictKey
+from jax.tree_util import DictKey, KeyPath
 
 from kvjax.models.decoder_layer import POLICY
-from kvjax.numerics.slices import slice_shape, stacked_shape
+from kvjax.numerics.slices import slice_of, stacked_shape
 from kvjax.parallel.sharding import LAYERS, Params, PyTree
 
 Array = jax.Array
@@ -50,7 +49,7 @@ class StackedParams(Mapping[str, Any]):
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """The number of layers L."""
         return cast(int, jax.tree.leaves(self.layers)[0].shape[0])
 
     @property
@@ -64,7 +63,7 @@ class StackedParams(Mapping[str, Any]):
         if name in self.rest:
             return self.rest[name]
         index = int(name.removeprefix(LAYER))
-        return jax.tree.map(lambda leaf: _slice(leaf, index), self.layers)
+        return jax.tree.map(lambda leaf: slice_of(leaf, index, 0), self.layers)
 
     def __contains__(self, name: object) -> bool:
         number = name.removeprefix(LAYER) if isinstance(name, str) and name.startswith(LAYER) else ""
@@ -86,34 +85,53 @@ def with_rest(params: Params, own: Params) -> Params:
 
 
 def unstacked(params: Params) -> Params:
-    """Returns parameters with each layer's arrays apart; those that were in stacks are copied."""
+    """Returns parameters as a dict, with each layer's arrays apart.
+
+    Those that were in stacks are copied, unless they are traced: Flax takes no other mapping than a dict.
+    """
     return dict(params) if isinstance(params, StackedParams) else params
 
 
-def _slice(leaf: PyTree, index: int) -> PyTree:
-    """Returns the part of a layer of a stack [L, ...], or of its shape."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return slice_shape(leaf, 0)
-    if isinstance(leaf, np.ndarray | jax.core.Tracer):
-        return leaf[index]
-    # An index that is an operand: `leaf[index]` would compile another program for each layer.
-    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False) if isinstance(leaf, jax.Array) else leaf
+def layer_part(params: Params, index: int, name: str) -> PyTree:
+    """Returns a module's parameters of a layer, such as its ``attention``; {} if it has none."""
+    if isinstance(params, StackedParams):
+        return jax.tree.map(lambda leaf: slice_of(leaf, index, 0), params.layers.get(name, {}))
+    return params[f"{LAYER}{index}"].get(name, {})
+
+
+def map_with_path(function: Callable[[KeyPath, Any], PyTree], params: Params) -> Params:
+    """Does what `jax.tree_util.tree_map_with_path` does, for one layer after the other, whose arrays are then apart."""
+    found: dict[str, PyTree] = {}
+    for name in params:
+        found |= jax.tree_util.tree_map_with_path(function, {name: params[name]})
+    return found
 
 
 def stacked(params: Params) -> StackedParams:
     """Returns parameters, or their shapes, with the layers in stacks.
 
     Args:
-      params: a nested dict, all of whose layers have the same tree, shapes and dtypes.
+      params: a nested dict, all of whose layers are alike; see `are_alike`.
+
+    Raises:
+      AssertionError: layers differ.
     """
     names = sorted((name for name in params if name.startswith(LAYER)), key=lambda name: int(name[len(LAYER) :]))
     others = {name: params[name] for name in params if name not in names}
+
+    assert are_alike([params[name] for name in names]), "layers differ, and cannot be in stacks"
 
     def stack(*leaves: PyTree) -> PyTree:
         first = leaves[0]
         return stacked_shape(first, len(leaves), 0) if isinstance(first, jax.ShapeDtypeStruct) else jnp.stack(leaves)
 
     return StackedParams(others, jax.tree.map(stack, *(params[name] for name in names)))
+
+
+def are_alike(layers: Sequence[Params]) -> bool:
+    """Whether parameters of layers have the same tree, shapes and dtypes."""
+    kinds = {(jax.tree.structure(own), *((x.shape, x.dtype) for x in jax.tree.leaves(own))) for own in layers}
+    return len(kinds) == 1
 
 
 def with_attention(params: Params, layers: Sequence[Params]) -> Params:
@@ -132,16 +150,17 @@ def with_attention(params: Params, layers: Sequence[Params]) -> Params:
             own = {**own, POLICY: {**attention.get(POLICY, {}), **own[POLICY]}}
         return {**layer, "attention": {**attention, **own}}
 
-    if isinstance(params, StackedParams):
-        kinds = {(jax.tree.structure(own), *((x.shape, x.dtype) for x in jax.tree.leaves(own))) for own in layers}
-        if len(kinds) == 1:
-            added = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-            return StackedParams(params.rest, with_own(params.layers, added))
-    return {**params, **{f"{LAYER}{i}": with_own(params[f"{LAYER}{i}"], own) for i, own in enumerate(layers)}}
+    if isinstance(params, StackedParams) and are_alike(layers):
+        added = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+        return StackedParams(params.rest, with_own(params.layers, added))
+    own_layers = unstacked(params)
+    return {**own_layers, **{f"{LAYER}{i}": with_own(own_layers[f"{LAYER}{i}"], own) for i, own in enumerate(layers)}}
 
 
 class StackBuilder:
-    """Writes the parameters of layers into stacks, one array after the other, so that no more than one is held twice.
+    """Writes the parameters of layers into stacks, one array after the other.
+
+    The peak of memory is the stacks and one array.
 
     Args:
       num_layers: L.

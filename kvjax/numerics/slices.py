@@ -5,9 +5,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -135,7 +138,7 @@ def stacked_shape(leaf: jax.ShapeDtypeStruct, count: int, axis: int = AXIS) -> j
     place = leaf.sharding
     if isinstance(place, NamedSharding):
         spec = (*place.spec, *(None,) * (axis - len(place.spec)))
-        place = place.update(spec=PartitionSpec(*spec[:axis], None, *spec[axis:]))
+        place = _with_spec(place, PartitionSpec(*spec[:axis], None, *spec[axis:]))
     return jax.ShapeDtypeStruct((*leaf.shape[:axis], count, *leaf.shape[axis:]), leaf.dtype, sharding=place)
 
 
@@ -143,5 +146,25 @@ def slice_shape(leaf: jax.ShapeDtypeStruct, axis: int = AXIS) -> jax.ShapeDtypeS
     """Inverts `stacked_shape`."""
     place = leaf.sharding
     if isinstance(place, NamedSharding):
-        place = place.update(spec=PartitionSpec(*place.spec[:axis], *place.spec[axis + 1 :]))
+        place = _with_spec(place, PartitionSpec(*place.spec[:axis], *place.spec[axis + 1 :]))
     return jax.ShapeDtypeStruct((*leaf.shape[:axis], *leaf.shape[axis + 1 :]), leaf.dtype, sharding=place)
+
+
+def _with_spec(place: NamedSharding, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(place.mesh, spec, memory_kind=place.memory_kind)
+
+
+def slice_of(leaf: PyTree, index: int, axis: int = AXIS) -> PyTree:
+    """Returns a slice of a stack, or of its shape.
+
+    Args:
+      leaf: an array, or `jax.ShapeDtypeStruct`; anything else is returned as it is.
+      index: of the slice.
+      axis: of the stack.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return slice_shape(leaf, axis)
+    if isinstance(leaf, np.ndarray | jax.core.Tracer):
+        return leaf[(slice(None),) * axis + (index,)]
+    # An index that is an operand: a constant would compile another program for each layer.
+    return jax.lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False) if isinstance(leaf, jax.Array) else leaf

@@ -142,7 +142,7 @@ def plan(
     programs_shapes = shapes
     if target.platform != "cpu":
         # On CPUs loops over layers depend on the machine and the weights.
-        if by_layer is None and layer_loop.wants_stacks(config):
+        if by_layer is None and layer_loop.wants_stacks(config, mesh):
             with sharding.on_mesh(mesh, rules):
                 layout, programs_shapes = with_loops(config, layout, shapes)
         calls = layer_calls.calls_layers(config, programs_shapes.params, layout) if by_layer is None else by_layer

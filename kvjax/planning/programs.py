@@ -22,7 +22,7 @@ from kvjax.generation.prefill import prefill_steps
 from kvjax.generation.sampling import Greedy
 from kvjax.models import layer_loop
 from kvjax.models.config import DecoderConfig
-from kvjax.models.stacked_params import stacked
+from kvjax.models.stacked_params import LAYER, are_alike, stacked
 from kvjax.numerics.slices import stacked_shape
 from kvjax.parallel import sharding
 from kvjax.parallel.host_memory import DEVICE, HOST
@@ -51,13 +51,13 @@ def with_loops(config: DecoderConfig, layout: CacheLayout, shapes: Shapes) -> tu
       shapes: with the layers apart.
     """
     leaves = jax.tree.leaves(shapes.params, is_leaf=is_quantized)
-    if any(map(is_quantized, leaves)) or local_bytes(leaves, HOST):
+    layers = [shapes.params[f"{LAYER}{index}"] for index in range(config.num_layers)]
+    if any(map(is_quantized, leaves)) or local_bytes(leaves, HOST) or not are_alike(layers):
         return layout, shapes
     shapes = shapes._replace(params=stacked(shapes.params))
     runs = layer_loop.possible_runs(config, shapes.params, layout.prompt, layout.decode)
-    layers = list(shapes.carry.state.layers)
     entries: list[Layer | LayerStack] = []
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(shapes.carry.state.layers):
         run = next((run for run in runs if index in run.layers), None)
         if run is None:
             entries.append(layer)

@@ -28,6 +28,7 @@ from kvjax.generation.program import program
 from kvjax.inputs import check_batch
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
+from kvjax.models.stacked_params import LAYER
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.reuse.last_block import checked_room
@@ -104,7 +105,7 @@ def fewer_layers(model: Model, layers: Sequence[int]) -> Model:
     def of(each: tuple[T, ...]) -> tuple[T, ...]:
         return tuple(each[index] for index in chosen) if each else ()
 
-    params = {name: own for name, own in model.params.items() if not name.startswith("layer_")}
+    params = {name: model.params[name] for name in model.params if not name.startswith(LAYER)}
     params |= {f"layer_{number}": model.params[f"layer_{index}"] for number, index in enumerate(chosen)}
     smaller = dataclasses.replace(
         config, num_layers=len(chosen), windows=of(config.windows), ropes=of(config.ropes)

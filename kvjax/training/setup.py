@@ -13,6 +13,7 @@ from kvjax.models.calibrate import fingerprint
 from kvjax.models.config import DecoderConfig, model_sizes
 from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
+from kvjax.models.stacked_params import unstacked
 from kvjax.parallel.sharding import Params
 from kvjax.policies.gates import Gate
 from kvjax.policies.parameters import Parameters, Parts
@@ -138,7 +139,7 @@ def run_model(
 def logits_of(setup: Setup, params: Params, hidden: Array) -> Array:
     """Returns the logits of hidden states, [B, T, V] float32."""
     decoder = Decoder(setup.config, params["embed"]["tokens"].dtype)
-    return cast(Array, decoder.apply({"params": params}, hidden, method="logits"))
+    return cast(Array, decoder.apply({"params": unstacked(params)}, hidden, method="logits"))
 
 
 def model_logits(setup: Setup, params: Params, attention: list[GatedAttention] | None, tokens: Array) -> Array:

@@ -22,6 +22,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.decoder_layer import Streams
 from kvjax.models.layers import ACTIVATIONS, Linear, Norm
 from kvjax.models.model import Model
+from kvjax.models.stacked_params import unstacked
 from kvjax.parallel.sharding import Params
 from kvjax.products.quantized import is_quantized
 
@@ -166,7 +167,7 @@ def _perplexity(model: Model, tokens: np.ndarray) -> float:
 @functools.partial(jax.jit, static_argnames=("config",))
 def _frequency(params: Params, tokens: Array, config: DecoderConfig) -> list[Array]:
     decoder = Decoder(config, params["embed"]["tokens"].dtype)
-    _, sown = decoder.apply({"params": params}, tokens, method="hidden", mutable="intermediates")
+    _, sown = decoder.apply({"params": unstacked(params)}, tokens, method="hidden", mutable="intermediates")
     found = []
     for index in range(config.num_layers):
         (streams,) = sown["intermediates"][f"streams_{index}"]

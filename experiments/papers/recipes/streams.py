@@ -19,6 +19,7 @@ from kvjax.cache.state import Block
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.decoder_layer import SKEW
+from kvjax.models.stacked_params import unstacked
 from kvjax.selection.speculate import skewed
 from kvjax.typing import JsonObject, PyTree
 
@@ -77,7 +78,9 @@ def _sums(params: PyTree, tokens: Array, *, config: DecoderConfig) -> tuple[Arra
     # [B, T]
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     block = Block(position=position, prompt=lengths, total=lengths, budget=((None,),) * config.num_layers)
-    _, sown = decoder.apply({"params": params}, tokens, None, block, method="hidden", mutable="intermediates")
+    _, sown = decoder.apply(
+        {"params": unstacked(params)}, tokens, None, block, method="hidden", mutable="intermediates"
+    )
     sums, channels = [], []
     for index in range(config.num_layers):
         ((seen,),) = sown["intermediates"][f"attention_{index}"]

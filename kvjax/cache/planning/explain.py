@@ -56,7 +56,11 @@ def explain(layout: "CacheLayout") -> str:
         lines.append("  prompts: layers that are alike share a program, which is called for one after the other")
     if not layout.runs and len(layout.decode) > 1 and layout.platform != "cpu":
         whose = "new tokens: " if layout.calls_layers else ""
-        lines.append(f"  {whose}each layer is compiled by itself; KVJAX_LAYER_LOOPS=stacked compiles one for all")
+        steps = [group for layer in layout.decode for group in layer]
+        # Kernels of attention alone, and slots elsewhere, are unrolled with weights in stacks too.
+        by_slices = all(group.step_implementation or group.attn_implementation == "xla" for group in steps)
+        advice = "; KVJAX_LAYER_LOOPS=stacked may compile one for all" if by_slices else ""
+        lines.append(f"  {whose}each layer is compiled by itself{advice}")
     if layout.platform == "cpu":
         lines += [f"  {line}" for line in products.explain().splitlines()]
     return "\n".join(lines)
