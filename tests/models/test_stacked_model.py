@@ -13,6 +13,7 @@ from kvjax.models import skew, stacked_params
 from tests.conftest import ROOT
 from tests.tiny import in_stacks, random_tokens, tiny
 
+APPLIED = re.compile(r'(?<!`)\b[dD]ecoder(\(.*\))?\.apply\(\s*\{"params": (?!unstacked)')
 TOKENS = random_tokens(2, 24)
 LAYERS = 3
 
