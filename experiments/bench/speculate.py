@@ -298,7 +298,8 @@ def break_even(contexts: list[int], plain: list[float], rounds: list[float]) -> 
     if len(set(contexts)) < 2:
         return None
     (slope, start), (round_slope, round_start) = (np.polyfit(contexts, each, 1) for each in (plain, rounds))
-    if slope <= round_slope:
+    # Parallel lines differ by rounding.
+    if slope <= round_slope or np.isclose(slope, round_slope, rtol=1e-9):
         return None
     return max(1.0, float((round_start - start) / (slope - round_slope)))
 

@@ -81,7 +81,11 @@ def step(
     def on_devices(*arguments):
         return sharding.on_each_device(run, arguments, (by_head,) * 4 + (by_row,) * 2, by_head)
 
-    output, layer = stack_slices.call_with_slices(on_devices, *arguments)
+    # Kernels for GPUs take no slices.
+    if group.step_implementation == "pallas_tpu":
+        output, layer = stack_slices.call_with_slices(on_devices, *arguments)
+    else:
+        output, layer = on_devices(*arguments)
     return output.reshape(batch, query_heads, 1, dim), layer, None
 
 
