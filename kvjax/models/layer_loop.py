@@ -358,9 +358,9 @@ def _given(slices: Layer, groups: tuple[Group, ...]) -> Layer:
     """Returns what a layer is given: slices of what it writes slot by slot, and arrays of what it writes as a whole."""
 
     def of_group(own: LayerKV, group: Group) -> LayerKV:
-        if _steps_by_slices(group):
-            return own
-        by_slot = {"stores": own.stores} | ({} if group.evicts else {"position": own.position})
+        # What a kernel writes of positions and statistics, it writes whole.
+        whole = group.evicts or _steps_by_slices(group)
+        by_slot = {"stores": own.stores} | ({} if whole else {"position": own.position})
         read: LayerKV = _arrays(own)
         return read.replace(**by_slot)
 

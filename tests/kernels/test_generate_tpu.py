@@ -5,6 +5,7 @@ import importlib.util
 import math
 import re
 
+import jax
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
@@ -185,7 +186,8 @@ def test_a_loop_over_layers_moves_no_cache_and_no_weight(held, topology, layers,
     assert f"layers 0-{layers - 1} run as one loop" in made.table()
     assert made.compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
     assert not large_moves(made)
-    assert made.temporaries < made.cache // 50
+    # Positions are copied once for all steps of a call.
+    assert made.temporaries < made.cache // 30
 
 
 def large_moves(made) -> list[str]:
@@ -201,24 +203,35 @@ def large_moves(made) -> list[str]:
     stacks = re.findall(r"s32\[(\d+,\d+,\d+,\d+)\]", body)
     size = BYTES["s32"] * max(math.prod(map(int, dims.split(","))) for dims in stacks)
     moves, found = re.compile("copy|slice|transpose|pad|select|scatter|gather"), []
-    for name, kind, dims, op in re.findall(r"^ *(\S+) = \(?(\w+)\[([\d,]+)\].*? ([\w\-]+)\(", body, flags=re.MULTILINE):
+    made_by = r"^ *(\S+) = \(?(\w+)\[([\d,]+)\].*? ([\w\-]+)\("
+    for name, kind, dims, op in re.findall(made_by, body, flags=re.MULTILINE):
         own = math.prod(map(int, dims.split(","))) * BYTES[kind]
-        if own >= size and not op.endswith("-start") and moves.search(name if op == "fusion" else op):
+        # Positions and statistics of the layer are written into their stacks, which are not copied.
+        in_place = "dynamic-update-slice" in name and dims in stacks
+        if own >= size and not in_place and not op.endswith("-start") and moves.search(name if op == "fusion" else op):
             found.append(f"{name} = {kind}[{dims}] {op}")
     return found
 
 
 @pytest.mark.sampled(1)
 @needs_libtpu
-@pytest.mark.parametrize("name", ["call_with_slices", "main memory"])
-def test_a_move_of_a_slice_would_be_seen(monkeypatch, name):
-    """A kernel has copies of slices, or stacks that may be anywhere; no other test has traced as many layers."""
+def test_a_move_of_a_slice_would_be_seen(monkeypatch):
+    """A kernel has copies of slices; no other test has traced as many layers."""
     monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.STACKED)
-    if name == "main memory":
-        monkeypatch.setattr(step_tpu, "in_main_memory", lambda stacks: stacks)
-    else:
-        monkeypatch.delitem(stack_slices._WITH_STACKS, name)
-    assert large_moves(planned("opt-6.7b", "v5e:1x1", layers=13 if name == "main memory" else 11))
+    monkeypatch.delitem(stack_slices._WITH_STACKS, "call_with_slices")
+    assert large_moves(planned("opt-6.7b", "v5e:1x1", layers=11))
+
+
+@pytest.mark.sampled(1)
+@needs_libtpu
+def test_small_stacks_remain_in_the_main_memory(monkeypatch):
+    """Two KV heads a device: XLA would move the keys and values of all layers into a core's memory for each layer."""
+    monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.STACKED)
+    with monkeypatch.context() as patched:
+        patched.setattr(step_tpu, "in_main_memory", lambda stacks: stacks)
+        assert large_moves(planned("llama2-70b", "v6e:2x2", layers=3))
+    jax.clear_caches()
+    assert not large_moves(planned("llama2-70b", "v6e:2x2", layers=3))
 
 
 @needs_libtpu

@@ -23,7 +23,7 @@ from kvjax.kernels.forms import form_of
 from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step.arguments import Step, Stepped
 from kvjax.kernels.step.stacks_tpu import in_main_memory
-from kvjax.numerics.slices import Slice, array_of, from_stacks, to_stacks
+from kvjax.numerics.slices import Slice, from_stacks, to_stacks
 from kvjax.typing import PyTree
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ def step(given: Step) -> Stepped:
     # (side, part) of all arrays, and of those that the kernel writes
     parts = [(name, part) for name, side in sides.items() for part in side.form.parts]
     written = [each for each in parts if append_tpu.takes(held[each[0]].parts[each[1]])]
-    slices = [*(held[name].parts[part] for name, part in parts), position, *(stats[name] for name in names)]
+    slices = [held[name].parts[part] for name, part in parts]
     # [B, L, K, S, ...] each
     stacks, index = to_stacks(slices)
-    own_stacks, columns = stacks[: len(parts)], stacks[len(parts) :]
-    own_slices = slices[: len(parts)]
-    arrays = {each: _placed(stack, own) for each, stack, own in zip(parts, own_stacks, own_slices, strict=True)}
+    # [B, K, S] each
+    columns = [position, *(stats[name] for name in names)]
+    arrays = {each: _placed(stack, own) for each, stack, own in zip(parts, stacks, slices, strict=True)}
     new = dict(zip(("key", "value"), given.encoded, strict=True))
     words = [
         append_tpu.words_of(new[name][part], append_tpu.along_lanes(held[name].parts[part])) for name, part in written
@@ -85,8 +85,7 @@ def step(given: Step) -> Stepped:
 
     out = jax.ShapeDtypeStruct((batch, kv_heads, sides["value"].form.groups * heads, dim), jnp.float32)
     share = jax.ShapeDtypeStruct(own.shape, jnp.float32)
-    line = pl.BlockSpec((None, None, kv_heads, size), lambda row, at, newest, budget, layer: (row, layer[0], 0, 0))
-    lines = [line] * len(columns)
+    lines = [rowwise(position.shape)] * len(columns)
     small = [rowwise(x.shape) for x in (queries, own, *words)]
     returned = [*(arrays[each] for each in written), *columns]
     # Aliased inputs follow three prefetched arrays, the query, the own logits and the words.
@@ -142,30 +141,29 @@ def step(given: Step) -> Stepped:
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="decode_step_of_codes",
-    )(newest, budget, index, queries, own, *words, *in_main_memory([*(arrays[each] for each in parts), *columns]))
+    )(newest, budget, index, queries, own, *words, *in_main_memory([arrays[each] for each in parts]), *columns)
     # [B, K]: the first empty slot; out of bounds in rows that have ended, so that writes are dropped
-    before = array_of(position)
-    slot = jnp.min(jnp.where(before < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2)
+    slot = jnp.min(jnp.where(position < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2)
     slot = jnp.where((newest >= 0)[:, None], slot, size)
     at = (jnp.arange(batch)[:, None], index[0], jnp.arange(kv_heads), slot)
     for i, (name, part) in enumerate(parts):
         if (name, part) in written:
             x = returned[written.index((name, part))]
             x = jnp.swapaxes(x, 3, 4) if _lanes((name, part), sides) else x
-            own_stacks[i] = x.reshape(own_stacks[i].shape)
+            stacks[i] = x.reshape(stacks[i].shape)
         else:
-            own_stacks[i] = own_stacks[i].at[at].set(new[name][part][:, :, 0], mode="drop")
-    after: list[Any] = from_stacks([*own_stacks, *returned[len(written) :]], slices)
+            stacks[i] = stacks[i].at[at].set(new[name][part][:, :, 0], mode="drop")
+    after: list[Any] = from_stacks(stacks, slices)
     flat = output.reshape(batch * kv_heads, *output.shape[2:])
     # [B, K, G, D]
     found = coded_tpu.outputs(flat, sides["value"], heads, group).reshape(query.shape)
     found = found + own_share[:, :, :group, :1] * new_value.astype(jnp.float32)
     key, value = (
-        coded.replace(parts={part: x for (own, part), x in zip(parts, after[: len(parts)], strict=True) if own == name})
+        coded.replace(parts={part: x for (own, part), x in zip(parts, after, strict=True) if own == name})
         for name, coded in held.items()
     )
-    position, *lines_after = after[len(parts) :]
-    return found.astype(new_value.dtype), key, value, position, dict(zip(names, lines_after, strict=True))
+    position, *columns = returned[len(written) :]
+    return found.astype(new_value.dtype), key, value, position, dict(zip(names, columns, strict=True))
 
 
 def held_bytes(request: "Request") -> int:

@@ -19,7 +19,7 @@ __all__ = ["LANES", "in_main_memory", "takes_parts"]
 def in_main_memory(stacks: Sequence[Array]) -> list[Array]:
     """Returns operands of a kernel, [B, L, ...] each, that remain in the main memory if they are of several layers.
 
-    XLA would move whole stacks into a core's memory and back for each layer if they fit there.
+    XLA would move whole stacks into a core's memory for each layer if they fit there.
     """
     return [pltpu.with_memory_space_constraint(x, pltpu.HBM) if x.shape[AXIS] > 1 else x for x in stacks]
 

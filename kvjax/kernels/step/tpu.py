@@ -2,12 +2,12 @@
 
 Keys and values are read once. The new pair is written into its slot in place, through aliased buffers, by writing one
 aligned group of slots per head. Statistics and positions are small, and are read and written whole. The policy's own
-code, which updates them, is traced into the kernel on [1, K, S] arrays. All of them may be slices of the stacks of a
-loop over layers: the kernel has the whole stacks, of which it moves what is of its layer.
+code, which updates them, is traced into the kernel on [1, K, S] arrays. Keys and values may be slices of the stacks of
+a loop over layers: the kernel has the whole stacks, of which it moves what is of its layer.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step import coded_tpu, trace
 from kvjax.kernels.step.arguments import Step, Stepped, takes_step
 from kvjax.kernels.step.stacks_tpu import in_main_memory
-from kvjax.numerics.slices import array_of, from_stacks, to_stacks
+from kvjax.numerics.slices import from_stacks, to_stacks
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
@@ -41,9 +41,10 @@ def step(given: Step) -> Stepped:
     batch, kv_heads, group, dim = query.shape
     size, item = key.shape[2], key.dtype.itemsize
     names = tuple(sorted(stats))
-    held = [key, value, position, *(stats[name] for name in names)]
-    # [B, L, K, S, D] twice, and [B, L, K, S] each
-    (keys, values, *columns), index = to_stacks(held)
+    # [B, L, K, S, D] twice
+    (keys, values), index = to_stacks([key, value])
+    # [B, K, S] each
+    columns = [position, *(stats[name] for name in names)]
     tile = tile_slots(kv_heads, size, dim, item)
     tiles, shared = -(-size // tile), GROUP_BYTES // item
     # An incomplete last group of slots cannot be copied; then the pair is written after the kernel, also in place.
@@ -57,8 +58,7 @@ def step(given: Step) -> Stepped:
     )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     small = [rowwise(x.shape) for x in (query, new_key, new_value)]
-    line = pl.BlockSpec((1, None, kv_heads, size), lambda row, at, newest, budget, layer: (row, layer[0], 0, 0))
-    lines = [line] * len(columns)
+    lines = [rowwise(position.shape)] * len(columns)
     padded = tiles * (tile if tiles > 1 else -(-tile // LANES) * LANES)
     returned = [*([keys, values] if inside else []), *columns]
     output, *returned = pl.pallas_call(
@@ -98,22 +98,22 @@ def step(given: Step) -> Stepped:
         input_output_aliases={(6 if inside else 8) + i: 1 + i for i in range(len(returned))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="decode_step",
-    )(newest, budget, index, query, new_key, new_value, *in_main_memory([keys, values, *columns]))
+    )(newest, budget, index, query, new_key, new_value, *in_main_memory([keys, values]), *columns)
     if inside:
         keys, values, *columns = returned
     else:
         columns = returned
         # [B, K]: the first empty slot
-        before = array_of(position)
-        slot = jnp.min(jnp.where(before < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2)
+        slot = jnp.min(jnp.where(position < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2)
         # [B, K]: out of bounds in rows that have ended, so that writes are dropped
         slot = jnp.where(newest[:, None] >= 0, slot, size)
         at = (jnp.arange(batch)[:, None], index[0], jnp.arange(kv_heads), slot)
         keys, values = (
             stack.at[at].set(new[:, :, 0], mode="drop") for stack, new in ((keys, new_key), (values, new_value))
         )
-    after: list[Any] = from_stacks([keys, values, *columns], held)
-    return output, *after[:3], dict(zip(names, after[3:], strict=True))
+    key, value = from_stacks([keys, values], [key, value])
+    position, *columns = columns
+    return output, key, value, position, dict(zip(names, columns, strict=True))
 
 
 def refuses(request: "Request") -> str | None:
