@@ -15,7 +15,7 @@ On other platforms, layers run as loops if their weights are in stacks (`kvjax.m
 ``KVJAX_LAYER_LOOPS=stacked`` makes `kvjax.load` read them. XLA fuses the slice of a weight with its product, on meshes
 too, and TPU kernels of whole steps read and write a layer's slots within the stacks (`kvjax.kernels.step.stacks_tpu`).
 Steps by other kernels are unrolled, as are codes of which a vector has less than a word in an array; those by XLA's
-attention copy a layer's slots. The programs of OPT-30B on 8 TPU v5e then take 14 CPU seconds to compile instead of 41,
+attention copy a layer's slots. The programs of OPT-30B on 8 TPU v5e then take 13 CPU seconds to compile instead of 41,
 or of 22 with prompts by `kvjax.generation.layer_calls`, which is the default. It is not the default there, because XLA
 reads the weights of later layers ahead only if layers are unrolled: by the TPU compiler's own estimate, which counts no
 kernels, a step of OPT-30B's loop takes 1.3 times as long. On an H200, SmolLM2-135M in float32, 8 rows of 2,048 tokens,
