@@ -184,7 +184,7 @@ def _load(
                 with using(rules):
                     made = place.coded(part, path, codes, target) if codes and coded else place(part, path)
                 if builder is not None and path[0].startswith(LAYER):
-                    assert isinstance(made, jax.Array), "codes are of layers apart"
+                    assert isinstance(made, jax.Array), "quantized weights are not stacked"
                     builder.add(path, made)
                 else:
                     node = params

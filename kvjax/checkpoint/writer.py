@@ -21,7 +21,8 @@ from kvjax.checkpoint import chat, names, quantized, readers
 from kvjax.errors import CheckpointError
 from kvjax.models import families, generation_config
 from kvjax.models.model import Model, check_model
-from kvjax.models.stacked_params import LAYER, StackedParams, layer_part, with_rest
+from kvjax.models.stacked_params import LAYER, StackedParams, with_rest
+from kvjax.numerics.slices import slice_of
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params, PyTree
 from kvjax.products.quantized import dequantize, is_quantized
@@ -135,9 +136,11 @@ def _parts(tensor: names.Tensor, params: Params) -> list[PyTree]:
         node: PyTree = params
         if isinstance(params, StackedParams) and path[0].startswith(LAYER):
             # The whole layer would be copied for each of its tensors.
-            node, path = {path[1]: layer_part(params, int(path[0].removeprefix(LAYER)), path[1])}, path[1:]
+            node = {path[0]: params.layers}
         for key in path:
             node = node.get(key) if hasattr(node, "get") else None
+        if isinstance(params, StackedParams) and path[0].startswith(LAYER) and node is not None:
+            node = slice_of(node, int(path[0].removeprefix(LAYER)), 0)
         shape = (tensor.stack, *shape) if tensor.stack else shape
         if node is None or getattr(node, "shape", None) != shape:
             found = "absent" if node is None else f"of shape {list(getattr(node, 'shape', []))}"

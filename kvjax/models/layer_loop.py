@@ -105,7 +105,7 @@ def setting() -> str:
 def wants_stacks(config: DecoderConfig, mesh: Mesh | AbstractMesh | None) -> bool:
     """Returns whether exact weights of layers should be in stacks; see `kvjax.models.stacked_params`.
 
-    On one CPU, kvjax's own products loop over matrices that are apart, faster than XLA's over stacks.
+    On one CPU, kvjax's own products loop over separate matrices, which is faster than XLA's products with stacks.
 
     Args:
       config: the decoder.
@@ -358,7 +358,7 @@ def _given(slices: Layer, groups: tuple[Group, ...]) -> Layer:
     """Returns what a layer is given: slices of what it writes slot by slot, and arrays of what it writes as a whole."""
 
     def of_group(own: LayerKV, group: Group) -> LayerKV:
-        # What a kernel writes of positions and statistics, it writes whole.
+        # A kernel writes all positions and statistics of the layer.
         whole = group.evicts or _steps_by_slices(group)
         by_slot = {"stores": own.stores} | ({} if whole else {"position": own.position})
         read: LayerKV = _arrays(own)

@@ -120,11 +120,11 @@ def test_a_loop_over_layers_is_what_unrolled_layers_are(interpreted, held):
             implementation="pallas_tpu",
         )  # fmt: skip
 
-    apart, looped = scored(model), scored(in_stacks(model))
+    unrolled, looped = scored(model), scored(in_stacks(model))
     assert [len(run) for run in looped.layout.runs] == [3]
     assert looped.layout.decode[0][0].step_implementation == "pallas_tpu"
-    np.testing.assert_allclose(looped.logprobs, apart.logprobs, atol=2e-5)
-    for one, other in zip(looped.state.layers, apart.state.layers, strict=True):
+    np.testing.assert_allclose(looped.logprobs, unrolled.logprobs, atol=2e-5)
+    for one, other in zip(looped.state.layers, unrolled.state.layers, strict=True):
         np.testing.assert_array_equal(one.position, other.position)
         np.testing.assert_allclose(one.stats["mass"], other.stats["mass"], atol=1e-5)
 

@@ -3,14 +3,15 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import analysis, policies, reuse, storage
+from kvjax.checkpoint import writer
 from kvjax.models import skew, stacked_params
 from tests.conftest import ROOT
+from tests.parameters import without_parameters
 from tests.tiny import in_stacks, random_tokens, tiny
 
 APPLIED = re.compile(r'(?<!`)\b[dD]ecoder(\(.*\))?\.apply\(\s*\{"params": (?!unstacked)')
@@ -64,8 +65,8 @@ def test_flax_is_given_dicts():
             ), path
 
 
-def test_no_more_than_a_layer_is_copied(tmp_path, monkeypatch):
-    """Slices that exist at the same time, while the model is saved and quantized, and its calibration looked up."""
+def test_each_array_is_sliced_once(tmp_path, monkeypatch):
+    """To save and to quantize the model, and not at all to generate."""
     sizes, plain = [], stacked_params.slice_of
     model = in_stacks(tiny(layers=LAYERS).model)
 
@@ -74,14 +75,16 @@ def test_no_more_than_a_layer_is_copied(tmp_path, monkeypatch):
         return plain(leaf, index, axis)
 
     monkeypatch.setattr(stacked_params, "slice_of", counted)
+    monkeypatch.setattr(writer, "slice_of", counted)
     layer = sum(x.nbytes // LAYERS for x in jax.tree.leaves(model.params.layers))
     kvjax.save(model, tmp_path / "m")
-    # Of each module's two tensors at the most, both for each.
-    assert sum(sizes) < 8 * LAYERS * layer
+    # A checkpoint has no parameters of policies.
+    counts = sum(sizes)
+    saved = stacked_params.unstacked(without_parameters(model).params)
+    assert counts == sum(x.nbytes for i in range(LAYERS) for x in jax.tree.leaves(saved[f"layer_{i}"]))
     sizes.clear()
     kvjax.quantize_weights(model, bits=8)
     assert sum(sizes) == LAYERS * layer
     sizes.clear()
     kvjax.generate(model, TOKENS, policies.h2o(8), max_new_tokens=1)
     assert not sum(sizes)
-    assert jnp.dtype(model.dtype) == jnp.float32

@@ -89,9 +89,11 @@ def test_a_checkpoint_is_read_into_stacks(tmp_path, monkeypatch):
     own = kvjax.load(tmp_path / "m", mesh="model:1")
     assert isinstance(own.params, StackedParams) and not isinstance(plain.params, StackedParams)
     assert_same(own.params, plain.params)
-    kernel, one = own.params.layers["mlp"]["up"]["kernel"], plain.params["layer_0"]["mlp"]["up"]["kernel"]
+    kernel = own.params.layers["mlp"]["up"]["kernel"]
+    unstacked_kernel = plain.params["layer_0"]["mlp"]["up"]["kernel"]
     place = sharding.parameter_shardings(own.params, own.mesh).layers["mlp"]["up"]["kernel"]
-    assert place.spec == PartitionSpec(None, *one.sharding.spec) and place.is_equivalent_to(kernel.sharding, 3)
+    assert place.spec == PartitionSpec(None, *unstacked_kernel.sharding.spec)
+    assert place.is_equivalent_to(kernel.sharding, 3)
     kvjax.save(own, tmp_path / "again")
     # Codes and weights in host memory are of layers apart.
     assert not isinstance(kvjax.load(tmp_path / "m", weights="int8").params, StackedParams)
@@ -106,8 +108,8 @@ def test_rows_may_follow_a_prefix():
     assert isinstance(reader.params, StackedParams)
     found = kvjax.generate(reader, random_tokens(2, 5), policies.full(), max_new_tokens=4)
     assert [each.start for each in found.layout.runs] == [0]
-    apart = kvjax.contexts.with_prefix(model(), kvjax.contexts.prefill(model(), tokens, policies.full()))
-    expected = kvjax.generate(apart, random_tokens(2, 5), policies.full(), max_new_tokens=4)
+    unrolled = kvjax.contexts.with_prefix(model(), kvjax.contexts.prefill(model(), tokens, policies.full()))
+    expected = kvjax.generate(unrolled, random_tokens(2, 5), policies.full(), max_new_tokens=4)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-5)
 
