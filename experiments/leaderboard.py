@@ -9,8 +9,9 @@ the scores of every row and question, and the command of each cell. Tasks with s
 a page more, turns.md.
 
 --add=mine.py:loudest adds a policy of your own. --kvpress=answers.json adds a column: whether kvpress answers the same,
-by the file that `python -m experiments.bench answers --output=answers.json` has written. --page only writes the page of
-an existing leaderboard.json.
+by the file that `python -m experiments.bench answers --output=answers.json` has written. --peaks adds the memory at the
+peak, for which programs of a few layers are compiled under each cache. --page only writes the page of an existing
+leaderboard.json; with --peaks or --kvpress, it writes that file again too.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string("add", [], "a policy of your own, such as mine.py:loudest", flag_values=values)
     flags.DEFINE_string("page", None, "only write the page of this leaderboard.json", flag_values=values)
     flags.DEFINE_string("kvpress", None, "a file of `bench answers`, for a column of the page", flag_values=values)
+    flags.DEFINE_bool("peaks", False, "also plan the memory that each cell needs at its peak", flag_values=values)
     flags.DEFINE_bool("rerun", False, "also run what already has a result", flag_values=values)
 
 

@@ -23,8 +23,8 @@ CONFIG = "--config=papers"
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("fast", False, "the same as --sizes=trial", flag_values=values)
     about = "sizes of the texts: full for small models, half for larger ones, many for half's with four times the rows "
-    about += "and prompts, trial for 15 minutes without verdicts"
-    flags.DEFINE_enum("sizes", None, ["full", "half", "many", "trial"], about, flag_values=values)
+    about += "and prompts, long for the papers' 2,048 tokens, trial for 15 minutes without verdicts"
+    flags.DEFINE_enum("sizes", None, ["full", "half", "many", "long", "trial"], about, flag_values=values)
     flags.DEFINE_bool("list", False, "print the entries and run nothing", flag_values=values)
     flags.DEFINE_bool("page", False, "only write the page of the results in --output", flag_values=values)
     flags.DEFINE_bool("rerun", False, "also measure what already has a result", flag_values=values)

@@ -25,7 +25,7 @@ SELECTED = f"full{JOINED}"  # how the name of a cache begins whose selection rea
 BUDGET = re.compile(r", (?:\w+=)?\{\w+\}|(?:\w+=)?\{\w+\}(?:, )?")  # arguments that `cells.filled` fills
 MIN_VALUES = 8  # rows or questions of which the bootstrap says something
 LOSS, HELD, RANK = "perplexity", "held", "mean rank"
-FOOTPRINT, READ, TIME, PEER = "footprint", "read", "time of a step", "as kvpress"
+PEAK, FOOTPRINT, READ, TIME, PEER = "peak", "footprint", "read", "time of a step", "as kvpress"
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000)  # of the axes
 
 ABOUT = """\
@@ -37,6 +37,8 @@ share of the bytes of a full cache in {dtype}. *Mean rank* is over perplexity an
 table, whatever they hold; 1 is the best."""
 #: Columns that older files lack, or that are measured if they are asked for.
 ABOUT_MORE = {
+    PEAK: "*Peak* is the memory beyond the weights that reading the prompts or a step needs, whichever is more, as planned\n"
+    "from compiled programs of few layers, over the full cache's.",
     FOOTPRINT: "*Footprint* is the slots that are held after the prompt, summed over steps, of the full cache's.",
     READ: "*Read* is the share of the slots held that the first step after the prompt reads at most.",
     TIME: "*Time of a step* is that over the full cache's, in the same process.",
@@ -164,6 +166,8 @@ def _optional(row: Mapping[str, Any]) -> dict[str, str]:
     found = {
         name: f"{100 * row[key]:.0f} %" for name, key in ((FOOTPRINT, "footprint"), (READ, "read")) if row.get(key)
     }
+    if peak := row.get("peak_bytes"):
+        found = {PEAK: f"{100 * peak / row['full_peak_bytes']:.0f} %"} | found
     if rate := row.get("decode_tokens_per_second"):
         found[TIME] = f"{row['full_decode_tokens_per_second'] / rate:.2f}"
     if peer := row.get("peer"):

@@ -85,13 +85,15 @@ HALF = Scale(
 )
 # Four times the rows and prompts of HALF: intervals half as wide.
 MANY = dataclasses.replace(HALF, rows=128, look_rows=16, prompts=512, references=128, questions=512)
+# Twice the tokens of FULL: 2,048, the longest texts of the papers' figures.
+LONG = dataclasses.replace(FULL, prompt=1536, new=256, length=2048, recall=1968, pattern=64)
 FAST = Scale(
     trial=True, rows=8, prompt=192, new=64, look_rows=2, length=256, prompts=8, recall=192, references=8, questions=8,
     pattern=8, tiers=(1.0,),
 )  # fmt: skip
 
 
-SCALES = {"full": FULL, "half": HALF, "many": MANY, "trial": FAST}
+SCALES = {"full": FULL, "half": HALF, "many": MANY, "long": LONG, "trial": FAST}
 LARGE = 20_000_000  # parameters of a model whose sizes are half, where no others are named
 
 

@@ -8,7 +8,7 @@ from absl import flags
 
 import kvjax
 from experiments import results
-from experiments.leaderboards import cells, page, turns
+from experiments.leaderboards import cells, page, peaks, turns
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import sweep
 from experiments.runs import machine
@@ -78,14 +78,18 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
             raise ConfigError(f"--page={values.page} is not a {JSON_FILE}.")
     else:
         # The folder of results is of this machine.
-        given = [each for each in argv[1:] if not each.startswith(("--config.output=", "--rerun", "--kvpress="))]
+        apart = ("--config.output=", "--rerun", "--kvpress=", "--peaks")
+        given = [each for each in argv[1:] if not each.startswith(apart)]
         # Cells are of the same texts under other caches.
         with kvjax.reuse_prompts(machine.prompt_room()):
             rows = run(config, given, rerun=values.rerun)
         found = {"command": cells.command(given), "sizes": page.sizes(config), "rows": rows}
         results.write(folder / JSON_FILE, results.to_json(found))
+    if values.peaks:
+        found = found | {"rows": peaks.with_peaks(found["rows"], config)}
     if peer is not None:
         found = found | {"rows": page.with_peer(found["rows"], peer, found["sizes"]["model"])}
+    if values.peaks or peer is not None:
         results.write(folder / JSON_FILE, results.to_json(found))
     for file, content in (page.files(found) | turns.files(found)).items():
         results.write(folder / file, content)

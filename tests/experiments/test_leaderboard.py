@@ -246,3 +246,11 @@ def test_end_to_end_and_again(tmp_path, capsys):
     assert (folder / page.PAGE).read_text() == text
     # A worker that finds the results of others has the whole page.
     assert "4 of 4 cells" in capsys.readouterr().out
+    assert page.PEAK not in (folder / page.PAGE).read_text()
+    assert leaderboard.main([*command, f"--page={folder / program.JSON_FILE}", "--peaks"]) == 0
+    rows = json.loads((folder / program.JSON_FILE).read_text())["rows"]
+    # A full cache of two rows of 54 tokens, and what a step needs besides; that of h2o keeps scores too.
+    peaks = [row["peak_bytes"] for row in rows]
+    assert all(row["full_peak_bytes"] > row["full_kv_bytes"] > row["kv_bytes"] for row in rows)
+    assert peaks[0] < peaks[1] and all(peak > row["kv_bytes"] for peak, row in zip(peaks, rows, strict=True))
+    assert page.PEAK in (folder / page.PAGE).read_text()

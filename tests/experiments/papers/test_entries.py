@@ -11,7 +11,7 @@ from experiments.config import ModelConfig
 from experiments.papers.entry import Published, published, registry, with_published
 from experiments.papers.names import H2O, INFINIGEN, NAMES, ROCO
 from experiments.papers.parts import check_unique
-from experiments.papers.settings import FAST, FULL, HALF, TEXTS, Settings
+from experiments.papers.settings import FAST, FULL, HALF, LONG, TEXTS, Settings
 from experiments.programs import paper
 from kvjax.errors import ConfigError
 from kvjax.models.shapes import by_name
@@ -70,6 +70,9 @@ def test_sizes_and_products_of_a_model():
     assert paper.scale_of(small, None, fast=False) == FULL
     assert paper.scale_of(large, None, fast=False) == paper.scale_of(None, None, fast=False) == HALF
     assert paper.scale_of(large, "full", fast=False) == FULL
+    assert paper.scale_of(large, "long", fast=False) == LONG and LONG.length == large.max_positions
+    short = paper.scale_of(dataclasses.replace(large, max_positions=1024), "long", fast=False)
+    assert (short.length, short.prompt, short.new, short.recall) == (1024, FULL.prompt, FULL.new, FULL.recall)
     assert paper.scale_of(large, "trial", fast=True) == paper.scale_of(small, None, fast=True) == FAST
     with pytest.raises(ConfigError, match="--fast means --sizes=trial, but --sizes=full was given"):
         paper.scale_of(small, "full", fast=True)

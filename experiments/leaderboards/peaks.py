@@ -1,0 +1,59 @@
+"""The memory that cells need at their peak, from programs of few layers that are compiled; nothing is run."""
+
+import functools
+from collections.abc import Sequence
+
+from experiments import specs
+from experiments.config import ExperimentConfig
+from experiments.leaderboards.cells import FULL, Cell, experiments
+from experiments.leaderboards.config import LeaderboardConfig
+from experiments.progress import tracked
+from experiments.runs.resolve import decoder_config, dtype_of
+from kvjax.cache import CacheSpec
+from kvjax.errors import ConfigError
+from kvjax.models.config import DecoderConfig
+from kvjax.planning import plan
+from kvjax.planning.memory_estimate import Run
+from kvjax.typing import JsonObject
+
+
+def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig) -> list[JsonObject]:
+    """Returns rows with ``peak_bytes`` and ``full_peak_bytes``, the cell's and the full cache's.
+
+    Args:
+      rows: see `experiments.leaderboards.cells.row`; those without a result stay as they are.
+      config: the leaderboard of the rows.
+
+    Raises:
+      ConfigError: the model is not on this machine, or a cell is not one of the leaderboard's.
+    """
+    decoder = decoder_config(config.model)
+    if decoder is None:
+        raise ConfigError(f"--peaks needs the config of {config.model.path}, which is not on this machine.")
+    found, full = [], None
+    for row in tracked(rows, unit="cell", name=lambda row: f"memory of {row['cache']}", show=None):
+        if row["status"] != "ok":
+            found.append(row)
+            continue
+        _, made = next(experiments(config, Cell(row["cache"], row["budget"])))
+        if full is None:
+            full = peak_bytes(decoder, specs.baseline(made, FULL), made)
+        found.append(row | {"peak_bytes": peak_bytes(decoder, specs.build_spec(made), made), "full_peak_bytes": full})
+    return found
+
+
+def peak_bytes(decoder: DecoderConfig, spec: CacheSpec, config: ExperimentConfig) -> int:
+    """Returns the bytes beyond the weights of the larger of two programs, that of the prompts and that of a step.
+
+    Args:
+      decoder: the model's config.
+      spec: the cache.
+      config: has the rows, their lengths and the dtype.
+    """
+    data = config.data
+    planned = functools.partial(
+        plan, policy=spec, prompt_length=data.prompt_length, new_tokens=data.new_tokens,
+        dtype=dtype_of(config.model), prefill_block=config.prefill_block, implementation=config.implementation,
+    )  # fmt: skip
+    one = planned(decoder, compiles=False)
+    return round(Run(decoder, planned, "", one).need(data.num_sequences).peak) - one.weights
