@@ -18,7 +18,7 @@
   python -m experiments.bench transfers
   python -m experiments.bench swap --policies=h2o --context=512,2048 --against=none
   python -m experiments.bench first_use --rounds=3
-  python -m experiments.bench gguf --against=llama.cpp --model=smollm2-135m-instruct
+  python -m experiments.bench gguf --against=llama.cpp,transformers --model=smollm2-135m-instruct
   python -m experiments.bench lm_eval --data=FOLDER --policies=full,h2o --batch=16 --shots=0,5
   python -m experiments.bench serve --policies=h2o --requests=2000 --batch=32 --tokens=1024 --rounds=1
   python -m experiments.bench prefixes --policies=full --shape=kvjax-tiny --requests=2000 --context=960 --tokens=8
@@ -78,7 +78,8 @@ first_use: processes without compiled programs, and second processes that find a
 generate of kvjax-tiny under --policies and of random LLaMAs of 6 and 30 layers, eight budgets of h2o; CPU and wall
 seconds of the call and of the whole process, compared with transformers and kvpress; about five minutes per round.
 gguf: prompts and decoding steps of a GGUF file (--model): kvjax with the codes of the file, under a full cache and each
-policy, and llama.cpp with its defaults (8-bit activations, a float16 cache).
+policy, llama.cpp with its defaults (8-bit activations, a float16 cache), and transformers, if it is named too, with the
+decoded weights in float32.
 lm_eval: --model (default kvjax-tiny) in lm-evaluation-harness, on --questions of the multiple-choice tasks in --data,
 and on pieces of --text: seconds of an evaluation and of the model's part of it, with a full cache and each policy,
 compared with `--model hf` with the same weights, and whether the printed digits are equal.

