@@ -216,6 +216,7 @@ def test_slots_that_a_group_holds_once(folder, capsys, monkeypatch):
         main(command(folder, "other.jsonl", "config.py", "--shared_slots", f"--contexts={folder}"))
 
 
+@pytest.mark.sampled(0)
 def test_rows_that_fit_in_bytes(folder, capsys, monkeypatch):
     """A row of the window has 9 slots of a key and a value of 8 float32 numbers."""
     assert main(command(folder, "whole.jsonl")) == 0
@@ -443,6 +444,7 @@ def test_contexts_are_kept_and_continued(folder, capsys, monkeypatch):
     assert "was saved with no codec; got codec cachegen" in read(folder / "coded.jsonl")[0]["error"]
 
 
+@pytest.mark.sampled(0)
 def test_contexts_in_fewer_bytes(folder, capsys):
     """A codec, by its level or as a file; what cannot be one is refused before the model is loaded."""
     (folder / "config.py").write_text(CONFIG.replace('name="window", budget=8, sinks=2', 'name="full"'))

@@ -213,7 +213,7 @@ def large_moves(made) -> list[str]:
     return found
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @needs_libtpu
 def test_a_move_of_a_slice_would_be_seen(monkeypatch):
     """A kernel has copies of slices; no other test has traced as many layers."""
@@ -222,7 +222,7 @@ def test_a_move_of_a_slice_would_be_seen(monkeypatch):
     assert large_moves(planned("opt-6.7b", "v5e:1x1", layers=11))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @needs_libtpu
 def test_small_stacks_remain_in_the_main_memory(monkeypatch):
     """Two KV heads a device: XLA would move the keys and values of all layers into a core's memory for each layer."""

@@ -19,6 +19,7 @@ def expected(logits: np.ndarray, top_k: int | None, top_p: float | None) -> np.n
     return kept
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("size", "spread"), [(1, 3.0), (5, 0.1), (64, 3.0), (1000, 0.1), (1000, 3.0)])
 def test_it_is_a_sort(size, spread):
     rng = np.random.default_rng(size)

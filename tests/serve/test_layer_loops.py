@@ -49,6 +49,7 @@ def served(name: str, folder: Path, model: kvjax.Model) -> tuple[list[kvjax.serv
     return sorted(found, key=lambda result: result.id), runner.explain()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_results_are_those_of_unrolled_layers(name, tmp_path, monkeypatch):
     monkeypatch.setenv(layer_loop.VARIABLE, layer_loop.OFF)
