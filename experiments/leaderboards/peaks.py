@@ -1,12 +1,13 @@
 """The memory that cells need at their peak, from programs of few layers that are compiled; nothing is run."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from experiments import specs
 from experiments.config import ExperimentConfig
 from experiments.leaderboards.cells import FULL, Cell, experiments
 from experiments.leaderboards.config import LeaderboardConfig
+from experiments.leaderboards.page import sizes
 from experiments.progress import tracked
 from experiments.runs.resolve import decoder_config, dtype_of
 from kvjax.cache import CacheSpec
@@ -14,19 +15,25 @@ from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.planning import plan
 from kvjax.planning.memory_estimate import Run
-from kvjax.typing import JsonObject
+from kvjax.typing import Json, JsonObject
 
 
-def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig) -> list[JsonObject]:
+def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig, measured: Mapping[str, Json]) -> list[JsonObject]:
     """Returns rows with ``peak_bytes`` and ``full_peak_bytes``, the cell's and the full cache's.
 
     Args:
       rows: see `experiments.leaderboards.cells.row`; those without a result stay as they are.
       config: the leaderboard of the rows.
+      measured: the sizes of the rows, see `experiments.leaderboards.page.sizes`.
 
     Raises:
-      ConfigError: the model is not on this machine, or a cell is not one of the leaderboard's.
+      ConfigError: the model is not on this machine, or the config has other sizes than the rows.
     """
+    for name, value in sizes(config).items():
+        if measured[name] != value and name != "texts":
+            raise ConfigError(
+                f"--peaks needs the config of the cells: their {name} is {measured[name]!r}, the config's {value!r}."
+            )
     decoder = decoder_config(config.model)
     if decoder is None:
         raise ConfigError(f"--peaks needs the config of {config.model.path}, which is not on this machine.")

@@ -86,7 +86,7 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
         found = {"command": cells.command(given), "sizes": page.sizes(config), "rows": rows}
         results.write(folder / JSON_FILE, results.to_json(found))
     if values.peaks:
-        found = found | {"rows": peaks.with_peaks(found["rows"], config)}
+        found = found | {"rows": peaks.with_peaks(found["rows"], config, found["sizes"])}
     if peer is not None:
         found = found | {"rows": page.with_peer(found["rows"], peer, found["sizes"]["model"])}
     if values.peaks or peer is not None:

@@ -254,3 +254,6 @@ def test_end_to_end_and_again(tmp_path, capsys):
     assert all(row["full_peak_bytes"] > row["full_kv_bytes"] > row["kv_bytes"] for row in rows)
     assert peaks[0] < peaks[1] and all(peak > row["kv_bytes"] for peak, row in zip(peaks, rows, strict=True))
     assert page.PEAK in (folder / page.PAGE).read_text()
+    other = [f"--page={folder / program.JSON_FILE}", "--peaks", "--config.data.new_tokens=7"]
+    with pytest.raises(ConfigError, match="their new is 6, the config's 7"):
+        leaderboard.main([*command, *other])
