@@ -28,8 +28,8 @@ def _read(settings: Settings, budget: float) -> dict[str, tuple[str, str]]:
     return _patterns(settings.scale.pattern, int(budget * settings.scale.prompt) // 4)
 
 
-#: The patterns under which questions are asked, whose prompts are shorter: of 70 tokens with a large vocabulary, so that
-#: half of a fifth is 7.
+#: The patterns under which questions are asked, whose prompts are shorter: with a large vocabulary some have 70 tokens,
+#: of which half of a fifth is 7.
 ASKED = _patterns(8, 4)
 
 
