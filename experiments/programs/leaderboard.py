@@ -78,8 +78,8 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
             raise ConfigError(f"--page={values.page} is not a {JSON_FILE}.")
     else:
         # The folder of results is of this machine.
-        apart = ("--config.output=", "--rerun", "--kvpress=", "--peaks")
-        given = [each for each in argv[1:] if not each.startswith(apart)]
+        left_out = ("--config.output=", "--rerun", "--kvpress=", "--peaks")
+        given = [each for each in argv[1:] if not each.startswith(left_out)]
         # Cells are of the same texts under other caches.
         with kvjax.reuse_prompts(machine.prompt_room()):
             rows = run(config, given, rerun=values.rerun)
