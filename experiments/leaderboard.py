@@ -10,8 +10,8 @@ a page more, turns.md.
 
 --add=mine.py:loudest adds a policy of your own. --kvpress=answers.json adds a column: whether kvpress answers the same,
 by the file that `python -m experiments.bench answers --output=answers.json` has written. --peaks adds the memory at the
-peak, for which programs of a few layers are compiled under each cache. --page only writes the page of an existing
-leaderboard.json; with --peaks or --kvpress, it writes that file again too.
+peak, for which programs of a few layers are compiled under each cache. --page=FILE only writes the page of an existing
+leaderboard.json; with --peaks or --kvpress, it also writes a leaderboard.json with these columns beside the page.
 """
 
 from collections.abc import Sequence

@@ -61,23 +61,24 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
     model = kvjax.load(path, weights="stored")
     settings = WORK if values.batch is None else tuple((values.batch, context) for context in lengths(values))
     rows: list[JsonObject] = []
-    for batch, context in settings:
-        drawn = np.random.default_rng(0).integers(5, model.config.vocab_size, (batch, context))
-        prompt = drawn.astype(np.int32)
-        steps, prompts = own_sides(model, prompt, values)
-        if not against:
-            rows += rows_of(values, prompt, steps, prompts)
-            continue
-        # Processes of each setting, which give their memory back.
-        with contextlib.ExitStack() as stack:
-            for name in against:
-                own = path if name == PEER else stack.enter_context(decoded(path))
-                peer = stack.enter_context(PeerProcess(name, own, interpreters(values.python).get(name)))
-                check_same(model, peer, prompt[:1, :BEGINNING])
-                work = peers.Work(prompt, values.tokens, context, (), False)
-                steps |= {f"{name}, {kind}": side for kind, (side, _) in peer.decode(work).items()}
-                prompts |= {f"{name}, {kind}": side for kind, side in peer.prefill(prompt).items()}
-            rows += rows_of(values, prompt, steps, prompts)
+    with contextlib.ExitStack() as files:
+        own = {PEER: path}
+        if DECODED in against:
+            own[DECODED] = files.enter_context(decoded(path))
+        for batch, context in settings:
+            drawn = np.random.default_rng(0).integers(5, model.config.vocab_size, (batch, context))
+            prompt = drawn.astype(np.int32)
+            steps, prompts = own_sides(model, prompt, values)
+            # Processes of each setting, which give their memory back.
+            with contextlib.ExitStack() as processes:
+                for name in against:
+                    python = interpreters(values.python).get(name)
+                    peer = processes.enter_context(PeerProcess(name, own[name], python))
+                    check_same(model, peer, prompt[:1, :BEGINNING])
+                    work = peers.Work(prompt, values.tokens, context, (), False)
+                    steps |= {f"{name}, {kind}": side for kind, (side, _) in peer.decode(work).items()}
+                    prompts |= {f"{name}, {kind}": side for kind, side in peer.prefill(prompt).items()}
+                rows += rows_of(values, prompt, steps, prompts)
     return rows
 
 

@@ -37,8 +37,8 @@ share of the bytes of a full cache in {dtype}. *Mean rank* is over perplexity an
 table, whatever they hold; 1 is the best."""
 #: Columns that older files lack, or that are measured if they are asked for.
 ABOUT_MORE = {
-    PEAK: "*Peak* is the memory beyond the weights that reading the prompts or a step needs, whichever is more, over\n"
-    "the full cache's; it is planned from compiled programs of few layers.",
+    PEAK: "*Peak* is the memory that reading the prompts or a decoding step needs beyond the weights, whichever is\n"
+    "larger, as a share of the full cache's; it is estimated from compiled programs of few layers, for texts alone.",
     FOOTPRINT: "*Footprint* is the slots that are held after the prompt, summed over steps, of the full cache's.",
     READ: "*Read* is the share of the slots held that the first step after the prompt reads at most.",
     TIME: "*Time of a step* is that over the full cache's, in the same process.",

@@ -9,7 +9,7 @@ from experiments.leaderboards.cells import FULL, Cell, experiments
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.leaderboards.page import sizes
 from experiments.progress import tracked
-from experiments.runs.resolve import decoder_config, dtype_of
+from experiments.runs.resolve import codes_of, decoder_config, dtype_of
 from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
@@ -60,7 +60,8 @@ def peak_bytes(decoder: DecoderConfig, spec: CacheSpec, config: ExperimentConfig
     data = config.data
     planned = functools.partial(
         plan, policy=spec, prompt_length=data.prompt_length, new_tokens=data.new_tokens,
-        dtype=dtype_of(config.model), prefill_block=config.prefill_block, implementation=config.implementation,
+        dtype=dtype_of(config.model), weights=codes_of(config.model), host_weights=config.model.host_weights,
+        prefill_block=config.prefill_block, implementation=config.implementation,
     )  # fmt: skip
     one = planned(decoder, compiles=False)
     return round(Run(decoder, planned, "", one).need(data.num_sequences).peak) - one.weights

@@ -70,7 +70,7 @@ class Scale:
         """The scale with shorter texts, where a model was trained on fewer positions than these; None = any number."""
         if positions is None or positions >= self.length:
             return self
-        lengths = ("prompt", "new", "length", "recall")
+        lengths = ("prompt", "new", "length", "recall", "pattern")
         return dataclasses.replace(self, **{name: getattr(self, name) * positions // self.length for name in lengths})
 
     def some(self, values: Sequence[T], fast: Sequence[T]) -> tuple[T, ...]:
