@@ -11,7 +11,7 @@ from experiments.leaderboards.page import sizes
 from experiments.progress import tracked
 from experiments.runs.resolve import codes_of, decoder_config, dtype_of
 from kvjax.cache import CacheSpec
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.config import DecoderConfig
 from kvjax.planning import plan
 from kvjax.planning.memory_estimate import Run
@@ -22,7 +22,8 @@ def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig, measured: 
     """Returns rows with ``peak_bytes`` and ``full_peak_bytes``, the cell's and the full cache's.
 
     Args:
-      rows: see `experiments.leaderboards.cells.row`; those without a result stay as they are.
+      rows: see `experiments.leaderboards.cells.row`. Those without a result stay as they are, and those of a cache that a
+        model of few layers cannot have.
       config: the leaderboard of the rows.
       measured: the sizes of the rows, see `experiments.leaderboards.page.sizes`.
 
@@ -45,7 +46,12 @@ def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig, measured: 
         _, made = next(experiments(config, Cell(row["cache"], row["budget"])))
         if full is None:
             full = peak_bytes(decoder, specs.baseline(made, FULL), made)
-        found.append(row | {"peak_bytes": peak_bytes(decoder, specs.build_spec(made), made), "full_peak_bytes": full})
+        try:
+            own = peak_bytes(decoder, specs.build_spec(made), made)
+        except KvjaxError:  # a policy of spans of layers may refuse so few
+            found.append(row)
+            continue
+        found.append(row | {"peak_bytes": own, "full_peak_bytes": full})
     return found
 
 
