@@ -22,8 +22,8 @@ def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig, measured: 
     """Returns rows with ``peak_bytes`` and ``full_peak_bytes``, the cell's and the full cache's.
 
     Args:
-      rows: see `experiments.leaderboards.cells.row`. Those without a result stay as they are, and those of caches that a
-        model of few layers cannot have.
+      rows: see `experiments.leaderboards.cells.row`. Those without a result stay as they are, as do those of caches
+        that a model of few layers cannot have.
       config: the leaderboard of the rows.
       measured: the sizes of the rows, see `experiments.leaderboards.page.sizes`.
 
