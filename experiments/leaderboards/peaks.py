@@ -9,12 +9,14 @@ from experiments.leaderboards.cells import FULL, Cell, experiments
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.leaderboards.page import sizes
 from experiments.progress import tracked
+from experiments.runs import machine
 from experiments.runs.resolve import codes_of, decoder_config, dtype_of
 from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.config import DecoderConfig
 from kvjax.planning import plan
 from kvjax.planning.memory_estimate import Run
+from kvjax.policies.traits import parameters_of
 from kvjax.typing import Json, JsonObject
 
 
@@ -22,8 +24,8 @@ def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig, measured: 
     """Returns rows with ``peak_bytes`` and ``full_peak_bytes``, the cell's and the full cache's.
 
     Args:
-      rows: see `experiments.leaderboards.cells.row`. Those without a result stay as they are, as do those of caches
-        that a model of few layers cannot have.
+      rows: see `experiments.leaderboards.cells.row`. Those without a result stay as they are, as do those of policies
+        that need a calibration, or more layers than the programs have.
       config: the leaderboard of the rows.
       measured: the sizes of the rows, see `experiments.leaderboards.page.sizes`.
 
@@ -40,18 +42,21 @@ def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig, measured: 
         raise ConfigError(f"--peaks needs the config of {config.model.path}, which is not on this machine.")
     found, full = [], None
     for row in tracked(rows, unit="cell", name=lambda row: f"memory of {row['cache']}", show=None):
+        found.append(row)
         if row["status"] != "ok":
-            found.append(row)
             continue
         _, made = next(experiments(config, Cell(row["cache"], row["budget"])))
+        spec = specs.build_spec(made)
+        if parameters_of(spec.policy):  # which plans do not have
+            continue
         if full is None:
             full = peak_bytes(decoder, specs.baseline(made, FULL), made)
         try:
-            own = peak_bytes(decoder, specs.build_spec(made), made)
+            own = peak_bytes(decoder, spec, made)
         except KvjaxError:  # a policy of spans of layers may refuse so few
-            found.append(row)
             continue
-        found.append(row | {"peak_bytes": own, "full_peak_bytes": full})
+        found[-1] = row | {"peak_bytes": own, "full_peak_bytes": full}
+        machine.forget_programs()
     return found
 
 
