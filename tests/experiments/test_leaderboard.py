@@ -10,13 +10,13 @@ import pytest
 import kvjax
 from experiments import cli, leaderboard
 from experiments.config import DataConfig, ModelConfig
-from experiments.leaderboards import caches, cells, page
+from experiments.leaderboards import caches, cells, page, peaks
 from experiments.leaderboards import turns as turns_page
 from experiments.leaderboards.cells import Cell
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import leaderboard as program
 from kvjax import policies
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, PolicyError
 
 SMALL = DataConfig(num_sequences=3, prompt_length=48, new_tokens=6)
 
@@ -216,6 +216,22 @@ def test_cells_share_the_work_of_prompts(tmp_path):
         for text, nats in one["nats"].items():
             np.testing.assert_allclose(nats, other["nats"][text], rtol=1e-5)
         assert (one["slots"], one["kv_bytes"]) == (other["slots"], other["kv_bytes"])
+
+
+def test_cells_without_a_peak(monkeypatch):
+    """Of policies with a calibration, of those that few layers cannot have, and without a result."""
+
+    def peak(decoder, spec, config):
+        if spec.policy.name == "window":
+            raise PolicyError("too few layers")
+        return 100
+
+    monkeypatch.setattr(peaks, "peak_bytes", peak)
+    caches = ("h2o", "qfilters", "window", "roco")
+    rows = [{"cache": cache, "budget": 0.25, "status": "failed" if cache == "roco" else "ok"} for cache in caches]
+    made = config(caches=caches)
+    with_peaks = peaks.with_peaks(rows, made, page.sizes(made))
+    assert with_peaks == [rows[0] | {"peak_bytes": 100, "full_peak_bytes": 100}, *rows[1:]]
 
 
 @pytest.mark.sampled(0)
