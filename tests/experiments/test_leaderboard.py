@@ -219,7 +219,7 @@ def test_cells_share_the_work_of_prompts(tmp_path):
 
 
 def test_cells_without_a_peak(monkeypatch):
-    """Of policies with a calibration, of those that few layers cannot have, and without a result."""
+    """Policies with a calibration, those that few layers cannot have, and cells without a result stay as they are."""
 
     def peak(decoder, spec, config):
         if spec.policy.name == "window":
