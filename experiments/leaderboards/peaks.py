@@ -3,6 +3,8 @@
 import functools
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from experiments import specs
 from experiments.config import ExperimentConfig
 from experiments.leaderboards.cells import FULL, Cell, experiments
@@ -16,7 +18,7 @@ from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.config import DecoderConfig
 from kvjax.planning import plan
 from kvjax.planning.memory_estimate import Run
-from kvjax.policies.traits import parameters_of
+from kvjax.planning.plan_report import fits_in
 from kvjax.typing import Json, JsonObject
 
 
@@ -24,19 +26,23 @@ def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig, measured: 
     """Returns rows with ``peak_bytes`` and ``full_peak_bytes``, the cell's and the full cache's.
 
     Args:
-      rows: see `experiments.leaderboards.cells.row`. Those without a result stay as they are, as do those of policies
-        that need a calibration, or more layers than the programs have.
+      rows: see `experiments.leaderboards.cells.row`. Those without a result stay as they are, as do those whose
+        programs the compiler refuses, and those of policies that need more layers than the programs have.
       config: the leaderboard of the rows.
       measured: the sizes of the rows, see `experiments.leaderboards.page.sizes`.
 
     Raises:
-      ConfigError: the model is not on this machine, or the config has other sizes than the rows.
+      ConfigError: the model is not on this machine, or the config has other sizes than the rows, or a row was measured
+        on another kind of device.
     """
     for name, value in sizes(config).items():
         if measured[name] != value and name != "texts":
             raise ConfigError(
                 f"--peaks needs the config of the cells: their {name} is {measured[name]!r}, the config's {value!r}."
             )
+    device = jax.devices()[0].device_kind
+    if others := sorted({row["machine"]["device"] for row in rows if row["status"] == "ok"} - {device}):
+        raise ConfigError(f"--peaks needs a device as that of the cells: {', '.join(others)}; this is {device}.")
     decoder = decoder_config(config.model)
     if decoder is None:
         raise ConfigError(f"--peaks needs the config of {config.model.path}, which is not on this machine.")
@@ -47,21 +53,22 @@ def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig, measured: 
             continue
         _, made = next(experiments(config, Cell(row["cache"], row["budget"])))
         spec = specs.build_spec(made)
-        if parameters_of(spec.policy):  # which plans do not have
-            continue
         if full is None:
             full = peak_bytes(decoder, specs.baseline(made, FULL), made)
         try:
             own = peak_bytes(decoder, spec, made)
         except KvjaxError:  # a policy of spans of layers may refuse so few
             continue
-        found[-1] = row | {"peak_bytes": own, "full_peak_bytes": full}
+        if own and full:
+            found[-1] = row | {"peak_bytes": own, "full_peak_bytes": full}
         machine.forget_programs()
     return found
 
 
-def peak_bytes(decoder: DecoderConfig, spec: CacheSpec, config: ExperimentConfig) -> int:
+def peak_bytes(decoder: DecoderConfig, spec: CacheSpec, config: ExperimentConfig) -> int | None:
     """Returns the bytes beyond the weights of the larger of two programs, that of the prompts and that of a step.
+
+    None where they need more than the device has: compilers then refuse them and do not say how much they need.
 
     Args:
       decoder: the model's config.
@@ -75,4 +82,5 @@ def peak_bytes(decoder: DecoderConfig, spec: CacheSpec, config: ExperimentConfig
         prefill_block=config.prefill_block, implementation=config.implementation,
     )  # fmt: skip
     one = planned(decoder, compiles=False)
-    return round(Run(decoder, planned, "", one).need(data.num_sequences).peak) - one.weights
+    peak = Run(decoder, planned, "", one).need(data.num_sequences).peak
+    return round(peak) - one.weights if fits_in(peak, one.device.memory) is not False else None

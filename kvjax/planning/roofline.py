@@ -161,7 +161,9 @@ def decode_shapes(
 def _calibrated(params: Params, config: DecoderConfig, layout: CacheLayout, dtype: DTypeLike) -> Params:
     """Adds the shapes of a calibration to the layers whose storage or policy needs one."""
     params = dict(params)
-    for index, groups in enumerate(layout.decode):
+    for index, phases in enumerate(zip(layout.prompt, layout.decode, strict=True)):
+        # A compressor reads its parameters at the end of the prompt, and its steps have none.
+        groups = [group for phase in phases for group in phase]
         # Groups of heads have one storage, or an exact one.
         found = [side_shapes(group.storage, config.num_kv_heads, config.head_dim, dtype) for group in groups]
         if sides := next(filter(None, found), None):

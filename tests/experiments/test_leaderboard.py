@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import cli, leaderboard
+from experiments import cli, leaderboard, specs
 from experiments.config import DataConfig, ModelConfig
 from experiments.leaderboards import caches, cells, page, peaks
 from experiments.leaderboards import turns as turns_page
 from experiments.leaderboards.cells import Cell
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import leaderboard as program
+from experiments.runs.resolve import decoder_config
 from kvjax import policies
 from kvjax.errors import ConfigError, PolicyError
 
@@ -219,19 +220,38 @@ def test_cells_share_the_work_of_prompts(tmp_path):
 
 
 def test_cells_without_a_peak(monkeypatch):
-    """Policies with a calibration, those that few layers cannot have, and cells without a result stay as they are."""
+    """Policies that few layers cannot have, programs that do not fit and cells without a result stay as they are."""
 
     def peak(decoder, spec, config):
         if spec.policy.name == "window":
             raise PolicyError("too few layers")
-        return 100
+        return None if spec.policy.name == "tova" else 100
 
     monkeypatch.setattr(peaks, "peak_bytes", peak)
-    caches = ("h2o", "qfilters", "window", "roco")
-    rows = [{"cache": cache, "budget": 0.25, "status": "failed" if cache == "roco" else "ok"} for cache in caches]
+    caches = ("h2o", "tova", "window", "roco")
+    rows = [
+        {"cache": cache, "budget": 0.25, "status": "failed" if cache == "roco" else "ok", "machine": {"device": "cpu"}}
+        for cache in caches
+    ]
     made = config(caches=caches)
     with_peaks = peaks.with_peaks(rows, made, page.sizes(made))
     assert with_peaks == [rows[0] | {"peak_bytes": 100, "full_peak_bytes": 100}, *rows[1:]]
+    rows[1]["machine"]["device"] = "NVIDIA H200"
+    with pytest.raises(ConfigError, match="a device as that of the cells: NVIDIA H200; this is cpu"):
+        peaks.with_peaks(rows, made, page.sizes(made))
+
+
+def test_no_peak_of_programs_that_do_not_fit(monkeypatch):
+    """A compiler that refuses a program does not say how much it would need."""
+    made = config(caches=("qfilters",))
+    decoder = decoder_config(made.model)
+    _, experiment = next(cells.experiments(made, Cell("qfilters", 0.5)))
+    spec = specs.build_spec(experiment)
+    held = peaks.peak_bytes(decoder, spec, experiment)
+    # Of what is held besides weights, the bytes of the cache are the least.
+    assert held > 3 * 24 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 2 * 4
+    monkeypatch.setattr(peaks, "fits_in", lambda needed, memory: needed <= held)
+    assert peaks.peak_bytes(decoder, spec, experiment) is None
 
 
 @pytest.mark.sampled(0)

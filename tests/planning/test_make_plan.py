@@ -36,6 +36,7 @@ OPT_30B = DecoderConfig(
     activation="relu", gated_mlp=False, qkv_bias=True, out_bias=True, mlp_bias=True,
 )  # fmt: skip
 H2O = policies.h2o(budget=127)
+CALIBRATED = policies.qfilters(32), policies.knorm(32)  # and the same without a calibration
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,14 @@ def tpu():
     if not HAS_LIBTPU:
         pytest.skip("needs the TPU compiler: pip install 'kvjax[tpu]'")
     return plan(TINY, policies.h2o(budget=2047), batch=8, prompt_length=3000, new_tokens=100, topology="v5e:2x4")
+
+
+def test_parameters_of_a_compressor_are_counted():
+    """It reads them at the end of the prompt; its steps have none."""
+    made, other = (plan(TINY, policy, prompt_length=64, new_tokens=4, prefill=True) for policy in CALIBRATED)
+    assert made.prefill_total is not None
+    directions = TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
+    assert made.weights - other.weights == directions
 
 
 def test_local_bytes_by_hand(local):
