@@ -13,7 +13,7 @@ import json
 import time
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -63,6 +63,11 @@ class Part:
         return ()
 
     @property
+    def inputs(self) -> Hashable:
+        """Equal for parts that run the same prompts through the same model."""
+        return self
+
+    @property
     def name(self) -> str:
         """One line for progress."""
         shown = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if f.name != "model"]
@@ -83,6 +88,11 @@ class Cached(Part):
     cache: str
     budget: int | float
     block: int | None = None
+
+    @property
+    def inputs(self) -> Hashable:
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("cache", "budget")]
+        return type(self), *(getattr(self, name) for name in names)
 
 
 class Lab:
@@ -218,3 +228,11 @@ def check_unique(parts: Sequence[Part]) -> tuple[Part, ...]:
         if not isinstance(part, Part):
             raise ConfigError(f"an entry needs {part!r}, which is not a part.")
     return tuple(dict.fromkeys(parts))
+
+
+def by_inputs(parts: Iterable[Part]) -> list[Part]:
+    """Parts with equal inputs one after the other, in the order of the first of them."""
+    groups: dict[Hashable, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(part.inputs, []).append(part)
+    return [part for group in groups.values() for part in group]

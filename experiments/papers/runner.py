@@ -12,7 +12,7 @@ from experiments.papers import page, verdict
 from experiments.papers.entry import Entry, registry
 from experiments.papers.names import NAMES
 from experiments.papers.page import Report
-from experiments.papers.parts import Lab, check_unique, code
+from experiments.papers.parts import Lab, by_inputs, check_unique, code
 from experiments.papers.settings import Settings
 from experiments.progress import tracked
 from experiments.runs import machine
@@ -105,7 +105,8 @@ def run(
 def report(entry: Entry, lab: Lab, *, progress: bool | None = None) -> Report:
     """Measures an entry's parts, or finds them, and judges."""
     parts = check_unique(tuple(entry.parts(lab.settings)))
-    missing = [part for part in parts if not lab.has(part)]
+    # Prompts are in the store (`kvjax.reuse_prompts`) while one cache after the other needs them.
+    missing = by_inputs(part for part in parts if not lab.has(part))
     for part in tracked(missing, unit="part", name=lambda each: each.name, show=progress, leave=False):
         lab.get(part)
     judgement = entry.judge(lab.settings, {part: lab.get(part) for part in parts})

@@ -115,12 +115,13 @@ def record(
         entry = store.find(key)
         if entry is None:
             needed = nbytes_of(model, *prompts.shape)
-            store.make_room(needed)
+            has_room = store.make_room(key, needed)
             ids, rows = model.place((prompts, lengths))
             record_program = record_by_layer if layout.calls_layers else record_steps
             made = record_program(model.params, ids, rows, config=model.config, layout=layout)
             entry = Entry(made, _weights(model), needed)
-            store.add(key, entry)
+            if has_room:
+                store.add(key, entry)
         if not score:
             return entry.activations, jnp.zeros((len(tokens), 0), jnp.float32)
         targets = np.where(inside, tokens[:, 1:], 0).astype(np.int32)

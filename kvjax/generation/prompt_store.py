@@ -77,6 +77,10 @@ class Entry:
 class PromptStore:
     """Activations of prompts. The least recently used ones are dropped where there is no room for new ones.
 
+    Prompts that were computed before do not replace what was used since: where prompts come in turns and not all have
+    room, for example batches of questions that are asked under one cache after the other, each would be dropped before
+    it comes again.
+
     Attributes:
       max_bytes: the maximum number of bytes of all entries.
       hits: the number of calls whose prompts were in the store.
@@ -89,6 +93,9 @@ class PromptStore:
         # Threads of one caller compute a prompt once.
         self.lock = threading.RLock()
         self._entries: collections.OrderedDict[Hashable, Entry] = collections.OrderedDict()
+        # Of prompts that were looked for, whether they are kept or not: the hash of the key -> the number of the look.
+        self._last_use: dict[int, int] = {}
+        self._looks = 0
 
     def __repr__(self) -> str:
         return f"PromptStore({size(self.nbytes)} of {size(self.max_bytes)}, {self.hits} hits, {self.misses} misses)"
@@ -101,17 +108,39 @@ class PromptStore:
 
     def find(self, key: Hashable) -> Entry | None:
         """Returns an entry, which becomes the most recently used one, or None."""
+        self._looks += 1
         if (found := self._entries.get(key)) is None:
             self.misses += 1
             return None
         self.hits += 1
         self._entries.move_to_end(key)
+        self._last_use[hash(key)] = self._looks
         return found
 
-    def make_room(self, nbytes: int) -> None:
-        """Drops the least recently used entries until there is room for `nbytes` more."""
-        while self._entries and self.nbytes + nbytes > self.max_bytes:
-            self._entries.popitem(last=False)
+    def make_room(self, key: Hashable, nbytes: int) -> bool:
+        """Drops the least recently used entries until there is room for another one.
+
+        Args:
+          key: of the entry, which was not found.
+          nbytes: of the entry.
+
+        Returns:
+          Whether there is room. There is none if the prompts were computed before, and an entry that would have to be
+          dropped was used since.
+        """
+        before = self._last_use.get(hash(key))
+        self._last_use[hash(key)] = self._looks
+        held, dropped = self.nbytes, []
+        for other, entry in self._entries.items():
+            if held + nbytes <= self.max_bytes:
+                break
+            if before is not None and self._last_use[hash(other)] > before:
+                return False
+            dropped.append(other)
+            held -= entry.nbytes
+        for other in dropped:
+            del self._entries[other]
+        return True
 
     def add(self, key: Hashable, entry: Entry) -> None:
         """Adds an entry, for which there is room."""
@@ -121,6 +150,7 @@ class PromptStore:
         """Drops all entries."""
         with self.lock:
             self._entries.clear()
+            self._last_use.clear()
 
 
 _store: contextvars.ContextVar[PromptStore | None] = contextvars.ContextVar("store", default=None)
@@ -141,8 +171,10 @@ def reuse_prompts(max_bytes: int) -> Iterator[PromptStore]:
 
     Args:
       max_bytes: the maximum number of bytes of all activations that are kept. A batch needs (H + 2 K) D numbers for
-        each token and layer, and E for each token; one that needs more than `max_bytes` is computed in each call. The
-        parameters of the model are kept as well, which takes no memory as long as the caller has them.
+        each token and layer, and E for each token; one that needs more than `max_bytes` is computed in each call. Of
+        batches that come in turns and together need more, those that have room are kept, and another one needs its
+        bytes beside them during its call. The parameters of the model are kept as well, which takes no memory as long
+        as the caller has them.
 
     Yields:
       The store, which counts its hits and misses. It is empty after the context.

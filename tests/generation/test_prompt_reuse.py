@@ -235,8 +235,15 @@ def test_the_store_has_a_bound():
             held.append(store.nbytes)
     assert held == [of_a_batch, *[2 * of_a_batch] * 4]
     assert (store.hits, store.misses) == (1, 4), "the oldest of three batches was dropped"
+    with kvjax.reuse_prompts(5 * of_a_batch // 2) as store:
+        hits = []
+        for seed in (0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 3, 4):
+            before = store.hits
+            generate(seed)
+            hits.append(store.hits - before)
+    assert hits == [0, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 1, 1], "two of three in turns are kept, until others come"
     assert store.nbytes == 0, "nothing is kept after the context"
-    assert "1 hits, 4 misses" in repr(store)
+    assert "6 hits, 7 misses" in repr(store)
     for wrong in (0, None, "4GB"):
         with pytest.raises(ConfigError, match="max_bytes must be a number from 1 to"), kvjax.reuse_prompts(wrong):
             pass

@@ -16,7 +16,8 @@ from experiments import results
 from experiments.config import ModelConfig
 from experiments.papers import generated, page, runner, texts
 from experiments.papers.entry import Entry
-from experiments.papers.parts import Lab, Part, read
+from experiments.papers.parts import Lab, Part, by_inputs, read
+from experiments.papers.recipes import lm, recall
 from experiments.papers.settings import FAST, FULL, TEXTS, Settings, find_data
 from experiments.papers.statistics import paired_bootstrap
 from experiments.papers.verdict import Claim, Judgement, Table
@@ -90,6 +91,17 @@ def test_a_killed_run_ends_with_the_same_table(entries, tmp_path, capsys):
     assert MEASURED == ["a", "bb", "ccc", "dddd"] * 2, "what was finished was not measured again"
     assert capsys.readouterr().out == whole.replace("/whole/", "/killed/")
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+
+def test_parts_of_equal_prompts_are_measured_one_after_the_other(tmp_path):
+    """So that the prompts of one text need not stay in memory while other texts are read."""
+    of = settings()
+    books, caches = ("book", "alice"), ("full", "h2o", "window")
+    parts = [lm.lm(of, cache, 0.2, text=text) for cache in caches for text in books]
+    other = [Noise(name_of="a"), recall.recall(of, "h2o", 0.2), lm.lm(of, "h2o", 0.2, block=64), *parts]
+    ordered = by_inputs(other)
+    assert ordered[:3] == other[:3], "blocks are other prompts"
+    assert [(part.text, part.cache) for part in ordered[3:]] == [(text, cache) for text in books for cache in caches]
 
 
 def test_report_page_and_json(entries, tmp_path, capsys):
