@@ -18,7 +18,6 @@ from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.config import DecoderConfig
 from kvjax.planning import plan
 from kvjax.planning.memory_estimate import Run
-from kvjax.planning.plan_report import fits_in
 from kvjax.typing import Json, JsonObject
 
 
@@ -42,25 +41,27 @@ def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig, measured: 
             )
     device = jax.devices()[0].device_kind
     if others := sorted({row["machine"]["device"] for row in rows if row["status"] == "ok"} - {device}):
-        raise ConfigError(f"--peaks needs a device as that of the cells: {', '.join(others)}; this is {device}.")
+        raise ConfigError(
+            f"--peaks needs the kind of device that the cells were measured on: {', '.join(others)}; this is {device}."
+        )
     decoder = decoder_config(config.model)
     if decoder is None:
         raise ConfigError(f"--peaks needs the config of {config.model.path}, which is not on this machine.")
-    found, full = [], None
+    found, fulls = [], {}
     for row in tracked(rows, unit="cell", name=lambda row: f"memory of {row['cache']}", show=None):
         found.append(row)
         if row["status"] != "ok":
             continue
         _, made = next(experiments(config, Cell(row["cache"], row["budget"])))
         spec = specs.build_spec(made)
-        if full is None:
-            full = peak_bytes(decoder, specs.baseline(made, FULL), made)
+        if FULL not in fulls:
+            fulls[FULL] = peak_bytes(decoder, specs.baseline(made, FULL), made)
         try:
-            own = peak_bytes(decoder, spec, made)
+            own = peak_bytes(decoder, spec, made) if fulls[FULL] else None
         except KvjaxError:  # a policy of spans of layers may refuse so few
             continue
-        if own and full:
-            found[-1] = row | {"peak_bytes": own, "full_peak_bytes": full}
+        if own:
+            found[-1] = row | {"peak_bytes": own, "full_peak_bytes": fulls[FULL]}
         machine.forget_programs()
     return found
 
@@ -68,7 +69,7 @@ def with_peaks(rows: Sequence[JsonObject], config: LeaderboardConfig, measured: 
 def peak_bytes(decoder: DecoderConfig, spec: CacheSpec, config: ExperimentConfig) -> int | None:
     """Returns the bytes beyond the weights of the larger of two programs, that of the prompts and that of a step.
 
-    None where they need more than the device has: compilers then refuse them and do not say how much they need.
+    None where the compiler refuses one, and does not say how much it needs.
 
     Args:
       decoder: the model's config.
@@ -82,5 +83,5 @@ def peak_bytes(decoder: DecoderConfig, spec: CacheSpec, config: ExperimentConfig
         prefill_block=config.prefill_block, implementation=config.implementation,
     )  # fmt: skip
     one = planned(decoder, compiles=False)
-    peak = Run(decoder, planned, "", one).need(data.num_sequences).peak
-    return round(peak) - one.weights if fits_in(peak, one.device.memory) is not False else None
+    need = Run(decoder, planned, "", one).need(data.num_sequences)
+    return None if need.refused else round(need.peak) - one.weights

@@ -64,7 +64,7 @@ class Part:
 
     @property
     def inputs(self) -> Hashable:
-        """Equal for parts that run the same prompts through the same model."""
+        """A key: parts for which it is equal run the same prompts through the same model."""
         return self
 
     @property

@@ -105,7 +105,8 @@ def run(
 def report(entry: Entry, lab: Lab, *, progress: bool | None = None) -> Report:
     """Measures an entry's parts, or finds them, and judges."""
     parts = check_unique(tuple(entry.parts(lab.settings)))
-    # Prompts are in the store (`kvjax.reuse_prompts`) while one cache after the other needs them.
+    # The store of `kvjax.reuse_prompts` may not have room for the prompts of all texts: parts of one text are measured
+    # one after the other, so that its prompts are still there.
     missing = by_inputs(part for part in parts if not lab.has(part))
     for part in tracked(missing, unit="part", name=lambda each: each.name, show=progress, leave=False):
         lab.get(part)

@@ -23,6 +23,7 @@ from kvjax.units import size
 
 Array = jax.Array
 LARGEST = 1 << 60  # bytes
+LARGE = 0.25  # of the bytes of a store: what may be beside it
 Projected = tuple[Array, ...]  # queries [B, H, n, D], keys [B, K, n, D], values [B, K, n, D]
 
 
@@ -77,9 +78,9 @@ class Entry:
 class PromptStore:
     """Activations of prompts. The least recently used ones are dropped where there is no room for new ones.
 
-    Prompts that were computed before do not replace what was used since: where prompts come in turns and not all have
-    room, for example batches of questions that are asked under one cache after the other, each would be dropped before
-    it comes again.
+    Prompts that were computed before and not found since do not replace what was used since: they come in turns with
+    prompts that do not all have room, for example batches of questions that are asked under one cache after the other,
+    and each batch would be dropped before it comes again.
 
     Attributes:
       max_bytes: the maximum number of bytes of all entries.
@@ -90,11 +91,14 @@ class PromptStore:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.hits = self.misses = 0
-        # Threads of one caller compute a prompt once.
+        # Threads of one caller compute a prompt that has room once.
         self.lock = threading.RLock()
         self._entries: collections.OrderedDict[Hashable, Entry] = collections.OrderedDict()
-        # Of prompts that were looked for, whether they are kept or not: the hash of the key -> the number of the look.
-        self._last_use: dict[int, int] = {}
+        # Of prompts that were looked for, whether they are kept or not: the number of the last look, and whether they
+        # were found since they were computed. Hashes stand for keys, which hold configs and layouts; if two are equal,
+        # other prompts are kept, and results are the same.
+        self._last_look: dict[int, int] = {}
+        self._found: set[int] = set()
         self._looks = 0
 
     def __repr__(self) -> str:
@@ -114,7 +118,8 @@ class PromptStore:
             return None
         self.hits += 1
         self._entries.move_to_end(key)
-        self._last_use[hash(key)] = self._looks
+        self._last_look[hash(key)] = self._looks
+        self._found.add(hash(key))
         return found
 
     def make_room(self, key: Hashable, nbytes: int) -> bool:
@@ -125,16 +130,19 @@ class PromptStore:
           nbytes: of the entry.
 
         Returns:
-          Whether there is room. There is none if the prompts were computed before, and an entry that would have to be
-          dropped was used since.
+          Whether there is room. There is none if the prompts were computed before and not found since, and an entry
+          that would have to be dropped was used since; but large entries (`LARGE`) get room in any case.
         """
-        before = self._last_use.get(hash(key))
-        self._last_use[hash(key)] = self._looks
+        name = hash(key)
+        in_turns = name in self._last_look and name not in self._found and nbytes <= LARGE * self.max_bytes
+        before = self._last_look.get(name, 0)
+        self._last_look[name] = self._looks
+        self._found.discard(name)
         held, dropped = self.nbytes, []
         for other, entry in self._entries.items():
             if held + nbytes <= self.max_bytes:
                 break
-            if before is not None and self._last_use[hash(other)] > before:
+            if in_turns and self._last_look[hash(other)] > before:
                 return False
             dropped.append(other)
             held -= entry.nbytes
@@ -150,7 +158,8 @@ class PromptStore:
         """Drops all entries."""
         with self.lock:
             self._entries.clear()
-            self._last_use.clear()
+            self._last_look.clear()
+            self._found.clear()
 
 
 _store: contextvars.ContextVar[PromptStore | None] = contextvars.ContextVar("store", default=None)
@@ -171,10 +180,10 @@ def reuse_prompts(max_bytes: int) -> Iterator[PromptStore]:
 
     Args:
       max_bytes: the maximum number of bytes of all activations that are kept. A batch needs (H + 2 K) D numbers for
-        each token and layer, and E for each token; one that needs more than `max_bytes` is computed in each call. Of
-        batches that come in turns and together need more, those that have room are kept, and another one needs its
-        bytes beside them during its call. The parameters of the model are kept as well, which takes no memory as long
-        as the caller has them.
+        each token and layer, and E for each token; one that needs more than `max_bytes` is computed in each call. If
+        batches come in turns and need more together, as many are kept as have room; each of the others is computed in
+        its call, and takes its bytes, at most a quarter of `max_bytes`, in addition during it. The parameters of the
+        model are kept as well, which takes no memory as long as the caller has them.
 
     Yields:
       The store, which counts its hits and misses. It is empty after the context.

@@ -38,6 +38,7 @@ class Need(NamedTuple):
       collectives: of a decode step.
       programs: the number of programs that were compiled for it, and for the batches before it.
       seconds: wall time of compiling them.
+      refused: whether the compiler refused one of them, so that the bytes are not known.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class Need(NamedTuple):
     collectives: Collectives
     programs: int
     seconds: float
+    refused: bool = False
 
     @property
     def peak(self) -> float:
@@ -105,7 +107,8 @@ class Run:
         asked = known.collectives if known else Collectives(0, 0)
         if "decode" in phases:
             asked = self._collectives(few)
-        return Need(rows, self.held(rows), scratch["decode"], scratch["prefill"], asked, programs, seconds)
+        refused = any(each.problem for each in few)
+        return Need(rows, self.held(rows), scratch["decode"], scratch["prefill"], asked, programs, seconds, refused)
 
     def collectives(self, rows: int, **options: Any) -> Collectives:
         """Returns the collectives of a decode step with other arguments of `kvjax.planning.plan`."""

@@ -162,7 +162,8 @@ def _calibrated(params: Params, config: DecoderConfig, layout: CacheLayout, dtyp
     """Adds the shapes of a calibration to the layers whose storage or policy needs one."""
     params = dict(params)
     for index, phases in enumerate(zip(layout.prompt, layout.decode, strict=True)):
-        # A compressor reads its parameters at the end of the prompt, and its steps have none.
+        # A compressor reads its parameters at the end of the prompt. They are held while decoding, and counted as if
+        # each step read them: some K D numbers of a layer.
         groups = [group for phase in phases for group in phase]
         # Groups of heads have one storage, or an exact one.
         found = [side_shapes(group.storage, config.num_kv_heads, config.head_dim, dtype) for group in groups]

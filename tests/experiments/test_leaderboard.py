@@ -18,6 +18,7 @@ from experiments.programs import leaderboard as program
 from experiments.runs.resolve import decoder_config
 from kvjax import policies
 from kvjax.errors import ConfigError, PolicyError
+from kvjax.planning import make_plan
 
 SMALL = DataConfig(num_sequences=3, prompt_length=48, new_tokens=6)
 
@@ -237,11 +238,15 @@ def test_cells_without_a_peak(monkeypatch):
     with_peaks = peaks.with_peaks(rows, made, page.sizes(made))
     assert with_peaks == [rows[0] | {"peak_bytes": 100, "full_peak_bytes": 100}, *rows[1:]]
     rows[1]["machine"]["device"] = "NVIDIA H200"
-    with pytest.raises(ConfigError, match="a device as that of the cells: NVIDIA H200; this is cpu"):
+    with pytest.raises(ConfigError, match="that the cells were measured on: NVIDIA H200; this is cpu"):
         peaks.with_peaks(rows, made, page.sizes(made))
+    rows[1]["machine"]["device"] = "cpu"
+    calls = []
+    monkeypatch.setattr(peaks, "peak_bytes", lambda *arguments: calls.append(arguments))
+    assert peaks.with_peaks(rows, made, page.sizes(made)) == rows and len(calls) == 1, "the full cache's is refused"
 
 
-def test_no_peak_of_programs_that_do_not_fit(monkeypatch):
+def test_no_peak_of_programs_that_are_refused(monkeypatch):
     """A compiler that refuses a program does not say how much it would need."""
     made = config(caches=("qfilters",))
     decoder = decoder_config(made.model)
@@ -250,7 +255,7 @@ def test_no_peak_of_programs_that_do_not_fit(monkeypatch):
     held = peaks.peak_bytes(decoder, spec, experiment)
     # Of what is held besides weights, the bytes of the cache are the least.
     assert held > 3 * 24 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 2 * 4
-    monkeypatch.setattr(peaks, "fits_in", lambda needed, memory: needed <= held)
+    monkeypatch.setattr(make_plan, "compile_prefill", lambda *arguments: (None, "out of memory"))
     assert peaks.peak_bytes(decoder, spec, experiment) is None
 
 
