@@ -98,7 +98,7 @@ def host_memory() -> int:
 
 
 def prompt_room() -> int:
-    """Returns the bytes that `kvjax.reuse_prompts` may take: a third of the free memory of a device or the host."""
+    """Returns the bytes that `kvjax.reuse_prompts` may keep: a third of the free memory of a device or the host."""
     stats = jax.local_devices()[0].memory_stats() or {}
     free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else host_memory()
     # Half was seen to need three quarters of a host's memory, with what programs need while a prompt is computed.

@@ -94,12 +94,12 @@ class PromptStore:
         # Threads of one caller compute a prompt that has room once.
         self.lock = threading.RLock()
         self._entries: collections.OrderedDict[Hashable, Entry] = collections.OrderedDict()
-        # Of prompts that were looked for, whether they are kept or not: the number of the last look, and whether they
-        # were found since they were computed. Hashes stand for keys, which hold configs and layouts; if two are equal,
-        # other prompts are kept, and results are the same.
-        self._last_look: dict[int, int] = {}
+        # For every key that was looked up, kept or not: the number of its last lookup, and whether it was found after
+        # its prompts were last computed. The hashes are stored, because keys hold configs and layouts. If two hashes
+        # are equal, different prompts may be kept, but results do not change.
+        self._last_lookup: dict[int, int] = {}
         self._found: set[int] = set()
-        self._looks = 0
+        self._lookups = 0
 
     def __repr__(self) -> str:
         return f"PromptStore({size(self.nbytes)} of {size(self.max_bytes)}, {self.hits} hits, {self.misses} misses)"
@@ -112,13 +112,13 @@ class PromptStore:
 
     def find(self, key: Hashable) -> Entry | None:
         """Returns an entry, which becomes the most recently used one, or None."""
-        self._looks += 1
+        self._lookups += 1
         if (found := self._entries.get(key)) is None:
             self.misses += 1
             return None
         self.hits += 1
         self._entries.move_to_end(key)
-        self._last_look[hash(key)] = self._looks
+        self._last_lookup[hash(key)] = self._lookups
         self._found.add(hash(key))
         return found
 
@@ -134,15 +134,15 @@ class PromptStore:
           that would have to be dropped was used since; but large entries (`LARGE`) get room in any case.
         """
         name = hash(key)
-        in_turns = name in self._last_look and name not in self._found and nbytes <= LARGE * self.max_bytes
-        before = self._last_look.get(name, 0)
-        self._last_look[name] = self._looks
+        in_turns = name in self._last_lookup and name not in self._found and nbytes <= LARGE * self.max_bytes
+        before = self._last_lookup.get(name, 0)
+        self._last_lookup[name] = self._lookups
         self._found.discard(name)
         held, dropped = self.nbytes, []
         for other, entry in self._entries.items():
             if held + nbytes <= self.max_bytes:
                 break
-            if in_turns and self._last_look[hash(other)] > before:
+            if in_turns and self._last_lookup[hash(other)] > before:
                 return False
             dropped.append(other)
             held -= entry.nbytes
@@ -158,7 +158,7 @@ class PromptStore:
         """Drops all entries."""
         with self.lock:
             self._entries.clear()
-            self._last_look.clear()
+            self._last_lookup.clear()
             self._found.clear()
 
 
@@ -181,9 +181,9 @@ def reuse_prompts(max_bytes: int) -> Iterator[PromptStore]:
     Args:
       max_bytes: the maximum number of bytes of all activations that are kept. A batch needs (H + 2 K) D numbers for
         each token and layer, and E for each token; one that needs more than `max_bytes` is computed in each call. If
-        batches come in turns and need more together, as many are kept as have room; each of the others is computed in
-        its call, and takes its bytes, at most a quarter of `max_bytes`, in addition during it. The parameters of the
-        model are kept as well, which takes no memory as long as the caller has them.
+        calls cycle through more batches than fit, some stay in the store and the others are computed each time. During
+        such a call, its batch needs up to a quarter of `max_bytes` more. The parameters of the model are kept as well,
+        which takes no memory as long as the caller has them.
 
     Yields:
       The store, which counts its hits and misses. It is empty after the context.
