@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 
+from kvjax.products.libraries import LIBRARIES
 from kvjax.version import __version__
 from tests.conftest import ROOT
 
@@ -68,7 +69,7 @@ from kvjax.products import native
 if {plain}:
     host.instructions = lambda: frozenset(("sse2",))
 native.await_native()
-print(*(native.load(target) is None for target in (native.TARGET, native.ATTEND, native.CODED_VECTORS)))
+print(*(native.load(target) is None for target in (native.TARGET, native.ATTEND, native.CODED_VECTORS, native.CODED_WEIGHTS)))
 """
 
 
@@ -79,12 +80,12 @@ def test_a_wheel_brings_the_libraries(tmp_path):
     """They need no compiler where kvjax is used, but the instructions that they were built for."""
     name = build(tmp_path, "wheel", CXXFLAGS="-O0")
     assert name == f"kvjax-{__version__}-py3-none-linux_x86_64.whl"
-    assert len(list((tmp_path / "packages/kvjax/products/prebuilt").glob("*.so"))) == 3
+    assert len(list((tmp_path / "packages/kvjax/products/prebuilt").glob("*.so"))) == len(LIBRARIES)
     assert not (tmp_path / "kvjax/kvjax/products/prebuilt").exists(), "the clone is as it was"
     environment = os.environ | {
         "PYTHONPATH": str(tmp_path / "packages"), "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": "/bin/false",
     }  # fmt: skip
-    for plain, answer in ((False, "True True True"), (True, "False False False")):
+    for plain, answer in ((False, "True True True True"), (True, "False False False False")):
         command = [sys.executable, "-c", LOAD.format(plain=plain)]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == answer

@@ -1,14 +1,13 @@
-// Products of a few rows with matrices of codes, for CPUs: XLA custom calls (jax.ffi). Codes are read once, in the order
-// in which they lie in memory, and become numbers in registers; no decoded matrix is ever written.
+// Products of a few rows with the vectors of a cache, held as codes, for CPUs: XLA custom calls (jax.ffi). Codes are read
+// once, in the order in which they lie in memory, and become numbers in registers; no decoded vector is ever written.
 //
-// Two kinds of matrices. Vectors of a cache, whose codes lie along the channels: each slot has a scale and a zero for
-// every group of channels, number = scale * level(code) + zero. With q_g the part of a query for group g, the product
-// with a slot is sum_g scale_g * (q_g . level(c_g)) + zero_g * sum(q_g); and a sum of slots with weights p_s is, in
-// group g, sum_s (p_s * scale_s) * level(c_s) + sum_s p_s * zero_s. And weights [in, out], grouped along the inputs,
-// number = scale * (level(code) - zero).
+// Codes lie along the channels: each slot has a scale and a zero for every group of channels, number = scale *
+// level(code) + zero. With q_g the part of a query for group g, the product with a slot is sum_g scale_g * (q_g .
+// level(c_g)) + zero_g * sum(q_g); and a sum of slots with weights p_s is, in group g, sum_s (p_s * scale_s) * level(c_s)
+// + sum_s p_s * zero_s.
 //
-// Sums are formed in an order that depends on the shapes of one matrix alone: a row's result depends neither on other
-// rows, nor on the number of matrices or threads.
+// Sums are formed in an order that depends on the shapes of one cache alone: a row's result depends neither on other
+// rows, nor on the number of caches or threads.
 
 #include <algorithm>
 #include <cstdint>
@@ -18,15 +17,11 @@
 #include <vector>
 
 #include "caches.h"
+#include "levels.h"
 #include "vectors.h"
 
 namespace {
 
-typedef uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
-typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
-
-// Rows of x that share the decoded vectors in registers.
-constexpr int kRows = 4;
 // Vectors of sums of one row, times places of a byte: with 4 rows, half of the registers of AVX-512.
 constexpr int kSums = 4;
 // Slots that share the rows of x in registers.
@@ -35,136 +30,6 @@ constexpr int kSlots = 2;
 constexpr int64_t kTile = 64;
 // Slots of a part, which one thread takes at a time; sums of parts are added up in their order.
 constexpr int64_t kPart = 2048;
-// Columns of weights that a thread takes at a time: four cache lines of codes for each byte row, which often is a page of
-// its own. With AVX-512, one row of x reads them together.
-constexpr int64_t kStrip = 256;
-// Rows of codes that are fetched ahead. The next strip would be too far: where rows lie a multiple of 4,096 bytes apart,
-// as those of an output head do, their lines share a set of the cache and drive each other out.
-constexpr int64_t kAhead = 32;
-// Registers of columns that R rows of x add up: half of all registers are sums.
-template <int R>
-constexpr int kColumns = (kLanes == 16 ? 16 : 8) / R;
-constexpr int64_t kMaxRows = 64;
-constexpr int kTable = 16;  // levels of codes of up to 4 bits
-
-template <typename To, typename From>
-inline To As(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-inline Bytes LoadBytes(const uint8_t* p) { return *reinterpret_cast<const Bytes*>(p); }
-inline Bytes LoadBytes(const uint8_t* p, int64_t n) {
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-  return As<Bytes>(_mm_maskz_loadu_epi8((1u << n) - 1, p));
-#endif
-  Bytes bytes = {};
-  std::memcpy(&bytes, p, n);
-  return bytes;
-}
-
-// Codes as integers. GCC converts vectors of bytes in several steps, which takes three times as long.
-inline Integers Unsigned(Bytes bytes) {
-#if defined(__AVX512F__)
-  return As<Integers>(_mm512_cvtepu8_epi32(As<__m128i>(bytes)));
-#elif defined(__AVX2__)
-  return As<Integers>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(As<int64_t>(bytes))));
-#else
-  return __builtin_convertvector(bytes, Integers);
-#endif
-}
-inline Vector Floats(Integers integers) { return __builtin_convertvector(integers, Vector); }
-
-// Each kind of levels reads bytes into kPlaces vectors, one for each place of a byte from the lowest bits up; numbers
-// are to be multiplied by kUnit.
-
-// Codes are numbers. On AVX2 this takes half as many instructions as a table of 16 levels.
-template <int kBits>
-struct Uniform {
-  static constexpr int kPlaces = 8 / kBits;
-  static constexpr float kUnit = 1;
-  void Read(Bytes bytes, Vector* v) const {
-    const Integers wide = Unsigned(bytes);
-    for (int p = 0; p < kPlaces; p++) {
-      const Integers code = wide >> (kBits * p);
-      v[p] = Floats(p == kPlaces - 1 ? code : code & ((1 << kBits) - 1));
-    }
-  }
-};
-
-// Codes of 8 bits are numbers in two's complement.
-struct Signed {
-  static constexpr int kPlaces = 1;
-  static constexpr float kUnit = 1;
-  explicit Signed(const float*) {}
-  void Read(Bytes bytes, Vector* v) const {
-    v[0] = Floats((Unsigned(bytes) ^ 0x80) - 0x80);
-  }
-};
-
-// Codes of 4 or 2 bits choose a level of a table.
-template <int kBits>
-struct Table {
-  static constexpr int kPlaces = 8 / kBits;
-  static constexpr float kUnit = 1;
-  // Entries are repeated, so that the bits above a code need not be cleared.
-  explicit Table(const float* given) {
-    for (int i = 0; i < kTable; i++) table[i] = given[i & ((1 << kBits) - 1)];
-#if defined(__AVX512F__)
-    whole = _mm512_loadu_ps(table);
-#elif defined(__AVX2__)
-    low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
-#endif
-  }
-  void Read(Bytes bytes, Vector* v) const {
-    const Integers wide = Unsigned(bytes);
-    for (int p = 0; p < kPlaces; p++) {
-      const Integers code = wide >> (kBits * p);
-#if defined(__AVX512F__)
-      v[p] = As<Vector>(_mm512_permutexvar_ps(As<__m512i>(code), whole));
-#elif defined(__AVX2__)
-      const __m256i index = As<__m256i>(code);
-      const __m256 fourth = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // as the sign
-      v[p] = As<Vector>(_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index),
-                                         fourth));
-#else
-      for (int i = 0; i < kLanes; i++) v[p][i] = table[code[i] & (kTable - 1)];
-#endif
-    }
-  }
-  float table[kTable];
-#if defined(__AVX512F__)
-  __m512 whole;
-#elif defined(__AVX2__)
-  __m256 low, high;
-#endif
-};
-
-// Codes are floats of 8 bits, e4m3fn. As the upper bits of a float of 16 bits, whose exponent has one bit more, they are
-// the number times 2^-8, subnormal ones too. A code that is not a number becomes a finite one.
-struct E4m3 {
-  static constexpr int kPlaces = 1;
-  static constexpr float kUnit = 256;
-  explicit E4m3(const float*) {}
-  void Read(Bytes bytes, Vector* v) const {
-#if defined(__AVX512F__)
-    const Halves half = As<Halves>(_mm256_cvtepi8_epi16(As<__m128i>(bytes))) << 7 & 0xbfff;
-    v[0] = As<Vector>(_mm512_cvtph_ps(As<__m256i>(half)));
-#elif defined(__AVX2__) && defined(__F16C__)
-    const Halves half = As<Halves>(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(As<int64_t>(bytes)))) << 7 & 0xbfff;
-    v[0] = As<Vector>(_mm256_cvtph_ps(As<__m128i>(half)));
-#else
-    const Integers wide = Unsigned(bytes);
-    const Integers rest = wide & 0x7f, sign = (wide & 0x80) << 24;
-    const Integers normal = (rest << 20) + (112 << 23);
-    // Products with a power of two are exact. Float32 has subnormal numbers, but they may be switched off.
-    const Integers subnormal = As<Integers>(Floats(rest) * 0x1p-17f);
-    const Integers is_normal = rest > 7;
-    v[0] = As<Vector>(((normal & is_normal) | (subnormal & ~is_normal)) | sign);
-#endif
-  }
-};
 
 // How the vectors of a cache lie in memory. Bytes of a group are padded to whole registers where they are floats.
 struct Vectors {
@@ -313,15 +178,6 @@ void AddTile(const L& levels, const Vectors& of, const float* x, const uint8_t* 
   }
 }
 
-// Calls run(first row, number of rows as a constant) for all rows.
-template <typename F>
-inline void OfRows(int64_t rows, const F& run) {
-  int64_t r = 0;
-  for (; r + kRows <= rows; r += kRows) run(r, std::integral_constant<int, kRows>{});
-  for (; r + 2 <= rows; r += 2) run(r, std::integral_constant<int, 2>{});
-  if (r < rows) run(r, std::integral_constant<int, 1>{});
-}
-
 // The codes, scales or zeros of all caches of a call.
 template <typename T>
 struct Numbers {
@@ -398,97 +254,6 @@ void OfVectors(ffi::ThreadPool& pool, const L& levels, const Vectors& of, const 
       }
     }
   }
-}
-
-// Weights [in, out]: groups of `group` inputs, with places * byte_rows codes each.
-struct Weights {
-  int64_t inputs, outputs, groups, byte_rows;
-};
-
-// Adds R rows of x times one group of weights, for N registers of columns from n on, to y.
-template <int R, int N, bool Whole, class L, typename Z>
-inline void AddGroup(const L& levels, const Weights& of, const float* x, const float* totals, const uint8_t* codes,
-                     const float* scale, const Z* zero, float* y, int64_t n) {
-  constexpr int P = L::kPlaces;
-  const int64_t rest = of.outputs - n;
-  const auto read = [&](const uint8_t* p) { return Whole ? LoadBytes(p) : LoadBytes(p, rest); };
-  // Scales and zeros of the next group, which no row of codes asks for.
-  for (int k = 0; k < N; k++) {
-    const int64_t next = of.outputs + n + k * kLanes;
-    Ahead(scale + next);
-    if (std::is_same_v<Z, float> || k % (64 / kLanes) == 0) Ahead(zero + next);
-  }
-  Vector sum[R][N] = {};
-  for (int64_t j = 0; j < of.byte_rows; j++) {
-    const uint8_t* row = codes + j * of.outputs + n;
-    for (int k = 0; k < N; k += 64 / kLanes) Ahead(row + kAhead * of.outputs + k * kLanes);
-    for (int k = 0; k < N; k++) {
-      Vector v[P];
-      levels.Read(read(row + k * kLanes), v);
-      for (int p = 0; p < P; p++)
-        for (int r = 0; r < R; r++) sum[r][k] = Fma(Splat(x[r * of.inputs + p * of.byte_rows + j]), v[p], sum[r][k]);
-    }
-  }
-  const auto floats = [&](const float* p) {
-    if (Whole) return Load(p);
-    Vector v = {};
-    std::memcpy(&v, p, rest * sizeof(float));
-    return v;
-  };
-  for (int k = 0; k < N; k++) {
-    Vector middle;
-    if constexpr (std::is_same_v<Z, float>) {
-      middle = floats(zero + n + k * kLanes);
-    } else {
-      middle = Floats(Unsigned(read(zero + n + k * kLanes)));
-    }
-    const Vector factor = floats(scale + n + k * kLanes);
-    for (int r = 0; r < R; r++) {
-      float* into = y + r * kStrip + k * kLanes;
-      Store(into, Fma(factor, Fma(Splat(-totals[r * of.groups]), middle, sum[r][k]), Load(into)));
-    }
-  }
-}
-
-template <class L, typename Z>
-void OfWeights(ffi::ThreadPool& pool, const L& levels, const Weights& of, const float* x, const uint8_t* codes,
-               const float* scale, const Z* zero, float* y, int64_t rows) {
-  const int64_t group = of.inputs / of.groups;
-  std::vector<float> totals(rows * of.groups);
-  // Of several groups at a time, because each addition of a sum waits for the one before.
-  constexpr int64_t kTotals = 8;
-  const int64_t all = rows * of.groups;
-  for (int64_t from = 0; from < all; from += kTotals) {
-    const int64_t to = std::min(all, from + kTotals);
-    for (int64_t k = 0; k < group; k++)
-      for (int64_t i = from; i < to; i++) totals[i] += x[i * group + k];
-  }
-  ForEach(pool, (of.outputs + kStrip - 1) / kStrip, [&](int64_t strip) {
-    const int64_t start = strip * kStrip, columns = std::min(kStrip, of.outputs - start);
-    float sums[kMaxRows * kStrip];
-    std::fill_n(sums, rows * kStrip, 0.0f);
-    for (int64_t g = 0; g < of.groups; g++) {
-      OfRows(rows, [&](int64_t r, auto count) {
-        constexpr int R = count.value;
-        const auto add = [&](auto registers, auto whole, int64_t n) {
-          AddGroup<R, registers.value, whole.value>(
-              levels, of, x + r * of.inputs + g * group, totals.data() + r * of.groups + g,
-              codes + g * of.byte_rows * of.outputs, scale + g * of.outputs, zero + g * of.outputs,
-              sums + r * kStrip + n, start + n);
-        };
-        constexpr std::integral_constant<int, 1> one;
-        constexpr std::integral_constant<int, 4> some;
-        constexpr std::integral_constant<int, kColumns<R>> many;
-        int64_t n = 0;
-        for (; n + many.value * kLanes <= columns; n += many.value * kLanes) add(many, std::true_type{}, n);
-        if constexpr (many > some)
-          for (; n + some.value * kLanes <= columns; n += some.value * kLanes) add(some, std::true_type{}, n);
-        for (; n + kLanes <= columns; n += kLanes) add(one, std::true_type{}, n);
-        if (n < columns) add(one, std::false_type{}, n);
-      });
-    }
-    for (int64_t r = 0; r < rows; r++) std::memcpy(y + r * of.outputs + start, sums + r * kStrip, columns * 4);
-  });
 }
 
 // Calls run(levels) with the kind of levels that codes have: numbers, or others, which codes of fewer than 8 bits look up
@@ -575,44 +340,6 @@ ffi::Error RunIndexedVectors(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
                       index.typed_data());
 }
 
-// x [rows, in], codes [groups, byte rows, out], scale and zero [groups, out], zero of codes or of floats; y [rows, out].
-ffi::Error RunWeights(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> codes,
-                      ffi::Buffer<ffi::F32> scale, ffi::AnyBuffer zero, ffi::ResultBuffer<ffi::F32> y, int64_t bits) {
-  if (y->element_count() == 0) return ffi::Error::Success();
-  const auto shape = codes.dimensions();
-  const Weights of{x.dimensions()[1], shape[2], shape[0], shape[1]};
-  if (x.dimensions()[0] > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
-  const auto run = [&](const auto& levels, const auto* zeros) {
-    OfWeights(pool, levels, of, x.typed_data(), codes.typed_data(), scale.typed_data(), zeros, y->typed_data(),
-              x.dimensions()[0]);
-    return ffi::Error::Success();
-  };
-  const auto run_bits = [&](const auto* zeros) {
-    if (bits == 8) return run(Uniform<8>(), zeros);
-    if (bits == 4) return run(Uniform<4>(), zeros);
-    if (bits == 2) return run(Uniform<2>(), zeros);
-    return ffi::Error::InvalidArgument("weights have codes of 2, 4 or 8 bits");
-  };
-  if (zero.element_type() == ffi::U8) return run_bits(static_cast<const uint8_t*>(zero.untyped_data()));
-  if (zero.element_type() == ffi::F32) return run_bits(static_cast<const float*>(zero.untyped_data()));
-  return ffi::Error::InvalidArgument("zeros are uint8 or float32");
-}
-
-// The product with one of several matrices of one shape, that of the given index: of a layer, in a loop over layers. The
-// codes of all matrices come first, then all scales, then all zeros.
-ffi::Error RunIndexedWeights(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> index,
-                             ffi::RemainingArgs parts, ffi::ResultBuffer<ffi::F32> y, int64_t bits) {
-  const int64_t count = parts.size() / 3, at = *index.typed_data();
-  if (at < 0 || at >= count) return ffi::Error::InvalidArgument("no such matrix");
-  const auto codes = parts.get<ffi::Buffer<ffi::U8>>(at);
-  const auto scale = parts.get<ffi::Buffer<ffi::F32>>(count + at);
-  const auto zero = parts.get<ffi::AnyBuffer>(2 * count + at);
-  if (!codes.has_value()) return codes.error();
-  if (!scale.has_value()) return scale.error();
-  if (!zero.has_value()) return zero.error();
-  return RunWeights(pool, x, *codes, *scale, *zero, y, bits);
-}
-
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxCodedVectors, RunVectors,
@@ -645,22 +372,3 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxIndexedCodedVectors, RunIndexedVectors,
                                   .Attr<std::string_view>("kind")
                                   .Attr<int64_t>("groups")
                                   .Attr<bool>("transposed"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxCodedWeights, RunWeights,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("bits"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxIndexedCodedWeights, RunIndexedWeights,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("bits"));

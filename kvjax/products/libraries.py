@@ -12,7 +12,7 @@ TARGET, SLOTS = "kvjax_product", "kvjax_slots"  # see native.cc
 ATTEND = "kvjax_attend"  # see attend.cc
 # The same for one of several layers, whose index is an operand.
 INDEXED_PRODUCT, INDEXED_SLOTS, INDEXED_ATTEND = "kvjax_indexed_product", "kvjax_indexed_slots", "kvjax_indexed_attend"
-CODED_VECTORS, CODED_WEIGHTS = "kvjax_coded_vectors", "kvjax_coded_weights"  # see codes.cc
+CODED_VECTORS, CODED_WEIGHTS = "kvjax_coded_vectors", "kvjax_coded_weights"  # see codes.cc and weights.cc
 INDEXED_CODED_VECTORS, INDEXED_CODED_WEIGHTS = "kvjax_indexed_coded_vectors", "kvjax_indexed_coded_weights"
 
 
@@ -36,7 +36,7 @@ INDEXED = {
     ATTEND: Indexed(INDEXED_ATTEND, (1, 2)),
     CODED_VECTORS: Indexed(INDEXED_CODED_VECTORS, (1,), optional=(2, 3)),
 }
-HEADERS = tuple(FOLDER / name for name in ("vectors.h", "caches.h", "slots.h"))
+HEADERS = tuple(FOLDER / name for name in ("vectors.h", "caches.h", "slots.h", "levels.h"))
 # Whether a product and a sum are rounded as one is said by the code: see Fma in vectors.h.
 _SHARED_FLAGS = ("-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w")
 FLAGS = ("-O3", "-march=native", *_SHARED_FLAGS)
@@ -89,6 +89,11 @@ LIBRARIES = (
         (
             (CODED_VECTORS, "KvjaxCodedVectors"),
             (INDEXED_CODED_VECTORS, "KvjaxIndexedCodedVectors"),
+        ),
+    ),
+    Library(
+        "weights.cc",
+        (
             (CODED_WEIGHTS, "KvjaxCodedWeights"),
             (INDEXED_CODED_WEIGHTS, "KvjaxIndexedCodedWeights"),
         ),

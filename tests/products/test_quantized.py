@@ -117,8 +117,8 @@ def test_kvjaxs_own_code_multiplies_by_codes(bits, own_code):
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_a_row_of_codes_does_not_depend_on_its_neighbours(bits, width):
-    # With AVX-512, one row of x is multiplied by 256 columns at a time: twice in 577, and a part is left over.
-    for inputs, outputs, group in ((96, 77, 24), (96, 200, 96), (384, 70, 48), (64, 577, 32)):
+    # Strips of 256 columns with AVX-512 (two of 577, and a part), otherwise of 4,096 for one row and 1,024 for four.
+    for inputs, outputs, group in ((96, 77, 24), (96, 200, 96), (384, 70, 48), (64, 577, 32), (32, 8451, 16)):
         coded = quantize(jnp.asarray(matrix(bits, inputs, outputs)), bits, group, jnp.float32)
         x = jnp.asarray(np.random.default_rng(1).standard_normal((13, inputs)), jnp.float32)
         for zero in (coded.zero, coded.zero.astype(jnp.float32)):  # codes, or numbers between two codes
