@@ -69,7 +69,8 @@ from kvjax.products import native
 if {plain}:
     host.instructions = lambda: frozenset(("sse2",))
 native.await_native()
-print(*(native.load(target) is None for target in (native.TARGET, native.ATTEND, native.CODED_VECTORS, native.CODED_WEIGHTS)))
+targets = native.TARGET, native.ATTEND, native.CODED_VECTORS, native.CODED_WEIGHTS
+print(*(native.load(target) is None for target in targets))
 """
 
 
