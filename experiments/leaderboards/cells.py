@@ -9,6 +9,7 @@ from experiments import config as configs
 from experiments import specs
 from experiments.config import ExperimentConfig, PolicyConfig, TasksConfig
 from experiments.leaderboards.config import LeaderboardConfig
+from experiments.leaderboards.generation import GENERATED, OPENING, generation_of
 from experiments.leaderboards.turns import turns_of
 from kvjax.errors import ConfigError
 from kvjax.specs import parse
@@ -51,40 +52,68 @@ def cells(config: LeaderboardConfig) -> dict[str, list[Cell]]:
     return found | {cache: [Cell(cache, None)] for cache in config.unlimited}
 
 
-def filled(cell: Cell, prompt: int) -> str:
+def filled(cell: Cell, length: int) -> str:
     """Returns the text of a cell's cache with its budget in it.
 
     Args:
       cell: the cell.
-      prompt: tokens of the prompt.
+      length: tokens of which the budget is a share.
     """
     share = cell.budget or WHOLE
-    tokens = max(PAGE, round(share * prompt / PAGE) * PAGE)
+    tokens = max(PAGE, round(share * length / PAGE) * PAGE)
     return cell.cache.replace("{share}", f"{share:g}").replace("{tokens}", str(tokens))
 
 
 def experiments(config: LeaderboardConfig, cell: Cell) -> Iterator[tuple[JsonObject, ExperimentConfig]]:
-    """Yields the experiments of a cell: one for each text, the first of which has the tasks too.
+    """Yields the experiments of a cell: one for each text, the first of which has the tasks too, and a long generation.
 
     Yields:
       The cell and the text of the experiment, and its config, whose baseline is the full cache.
     """
-    policy, *others = (part.strip() for part in filled(cell, config.data.prompt_length).split(configs.JOINED))
+    texts = config.texts or (None,)
+    for number, text in enumerate(texts):
+        made = dataclasses.replace(
+            _with_cache(config, cell, config.data.prompt_length), data=dataclasses.replace(config.data, text=text),
+            tasks=config.tasks if number == 0 else TasksConfig(), repeats=config.repeats if number == 0 else 0,
+        )  # fmt: skip
+        yield {"cache": cell.cache, "budget": cell.budget, "text": text}, made
+    if config.generated:
+        length = config.opening + config.generated
+        made = _with_cache(config, cell, length)
+        if cell.budget is not None:
+            # A share of the opening alone would be a few slots.
+            made.policy.budget = max(1, round(cell.budget * length))
+        made.data = dataclasses.replace(
+            config.data, text=texts[0], prompt_length=config.opening, new_tokens=config.generated, chunk=None
+        )
+        sizes = {GENERATED: config.generated, OPENING: config.opening}
+        yield {"cache": cell.cache, "budget": cell.budget, "text": texts[0], **sizes}, made
+
+
+def _with_cache(config: LeaderboardConfig, cell: Cell, length: int) -> ExperimentConfig:
+    """Returns an experiment with a cell's cache.
+
+    Args:
+      config: the leaderboard.
+      cell: the cell.
+      length: tokens of which a budget in the cache's text is a share.
+
+    Raises:
+      ConfigError: if the cache has two storages, or two selections.
+    """
+    policy, *others = (part.strip() for part in filled(cell, length).split(configs.JOINED))
     axes: dict[parse.Axis, str] = {}
     for part in others:
         axis = parse.axis_of(part, ("storage", "selection"))
         if axis in axes:
             raise ConfigError(f"{cell.cache!r} has two parts that are a {axis}; give one of each.")
         axes[axis] = part
-    for number, text in enumerate(config.texts or (None,)):
-        made = ExperimentConfig(
-            name=config.name, model=config.model, policy=PolicyConfig(name=policy, budget=cell.budget or WHOLE),
-            baselines=(FULL,), data=dataclasses.replace(config.data, text=text),
-            tasks=config.tasks if number == 0 else TasksConfig(), implementation=config.implementation,
-            repeats=config.repeats if number == 0 else 0, seed=config.seed, output=config.output,
-            storage=axes.get("storage", configs.DENSE), selection=axes.get("selection", configs.EVERYTHING),
-        )  # fmt: skip
-        yield {"cache": cell.cache, "budget": cell.budget, "text": text}, made
+    return ExperimentConfig(
+        name=config.name, model=config.model, policy=PolicyConfig(name=policy, budget=cell.budget or WHOLE),
+        baselines=(FULL,), tasks=TasksConfig(), implementation=config.implementation, repeats=0, seed=config.seed,
+        output=config.output, storage=axes.get("storage", configs.DENSE),
+        selection=axes.get("selection", configs.EVERYTHING),
+    )  # fmt: skip
 
 
 def command(given: Sequence[str], cell: Cell | None = None) -> str:
@@ -117,8 +146,12 @@ def row(cell: Cell, found: Sequence[Mapping], given: Sequence[str]) -> JsonObjec
     made: JsonObject = {"cache": cell.cache, "budget": cell.budget, "command": command(given, cell)}
     if failed := [result for result in found if result["status"] != "ok"]:
         return made | {"status": failed[0]["status"], "error": failed[0].get("error", "left to another worker")}
-    nats, full, tasks = {}, {}, {}
+    nats, full, tasks, generation = {}, {}, {}, {}
     for result in found:
+        if GENERATED in result["swept"]:
+            own, whole = _rows(result)
+            generation[GENERATED] = generation_of(own, whole, result["swept"][OPENING])
+            continue
         text = result["swept"]["text"] or "generated"
         own, whole = _rows(result)
         nats[text], full[text] = own["nats_by_row"], whole["nats_by_row"]
@@ -134,7 +167,7 @@ def row(cell: Cell, found: Sequence[Mapping], given: Sequence[str]) -> JsonObjec
         "decode_tokens_per_second": own["decode_tokens_per_second"],
         "full_decode_tokens_per_second": whole["decode_tokens_per_second"], "agreement": own["agreement"],
         "seconds": sum(result["seconds"] for result in found),
-        "nats": nats, "full_nats": full, "tasks": tasks,
+        "nats": nats, "full_nats": full, "tasks": tasks, **generation,
         "machine": {name: found[0]["environment"][name] for name in MACHINE},
     }  # fmt: skip
 

@@ -6,7 +6,7 @@ No postponed annotations here: `config_flags` reads the types themselves.
 import dataclasses
 
 from experiments.config import DataConfig, ModelConfig, TasksConfig
-from experiments.fields import Kernels, Names, Numbers, Text, Whole
+from experiments.fields import Count, Kernels, Names, Numbers, Text, Whole
 
 
 @dataclasses.dataclass
@@ -22,6 +22,8 @@ class LeaderboardConfig:
     texts: text files, each scored separately; none = a generated text.
     data: the sizes of each text.
     tasks: the tasks.
+    opening: the number of tokens of the first text, of each row, after which `generated` tokens are generated.
+    generated: the number of tokens of a long generation, whose budgets are shares of opening and generation; 0 = none.
     implementation: as in `experiments.config.ExperimentConfig`.
     repeats: how often the steps of the first text are timed, with those of the full cache in turn; 0 = never.
     seed: the seed of random weights, of the generated text and of generated tasks.
@@ -36,6 +38,8 @@ class LeaderboardConfig:
     texts: Names = ()
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     tasks: TasksConfig = dataclasses.field(default_factory=TasksConfig)
+    opening: Count = 32
+    generated: Whole = 0
     implementation: Kernels = "auto"
     repeats: Whole = 0
     seed: Whole = 0

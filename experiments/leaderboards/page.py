@@ -23,6 +23,7 @@ MAX_NATS = 700.0  # whose exponential is a float64
 LABELS = 16  # caches that a plot has room to name
 SELECTED = f"full{JOINED}"  # how the name of a cache begins whose selection reads a full one
 BUDGET = re.compile(r", (?:\w+=)?\{\w+\}|(?:\w+=)?\{\w+\}(?:, )?")  # arguments that `cells.filled` fills
+RULER = re.compile(r"^ruler_\w+")  # the name of a task, before its settings
 MIN_VALUES = 8  # rows or questions of which the bootstrap says something
 LOSS, HELD, RANK = "perplexity", "held", "mean rank"
 PEAK, FOOTPRINT, READ, TIME, PEER = "peak", "footprint", "read", "time of a step", "as kvpress"
@@ -88,6 +89,21 @@ def _shown(percent: float) -> str:
 def is_finite(row: Mapping[str, Any]) -> bool:
     """Returns whether all scores of a row are numbers."""
     return bool(np.isfinite(loss_of(row)).all() and all(np.isfinite(t["scores"]).all() for t in row["tasks"].values()))
+
+
+def with_means(row: JsonObject) -> JsonObject:
+    """Returns a row that has RULER's tasks of the same settings as one, over all of their questions."""
+    groups: dict[str, list[str]] = {}
+    for task in row["tasks"]:
+        groups.setdefault(RULER.sub("ruler", task), []).append(task)
+    made = {}
+    for name, own in groups.items():
+        if len(own) == 1:
+            made[own[0]] = row["tasks"][own[0]]
+        else:
+            each = [row["tasks"][task] for task in own]
+            made[name] = {part: [x for one in each for x in one[part]] for part in ("scores", "full")}
+    return row | {"tasks": made}
 
 
 def scored(row: Mapping[str, Any]) -> dict[str, float]:
@@ -178,7 +194,7 @@ def _optional(row: Mapping[str, Any]) -> dict[str, str]:
 def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
     """Returns the files of a page: name -> content."""
     measured = [row for row in found["rows"] if row["status"] == "ok"]
-    done = [row for row in measured if is_finite(row)]
+    done = [with_means(row) for row in measured if is_finite(row)]
     failed = [row for row in found["rows"] if row["status"] != "ok"]
     failed += [row | {"error": "a score is not a number"} for row in measured if not is_finite(row)]
     if not done:

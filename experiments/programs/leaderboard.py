@@ -8,7 +8,7 @@ from absl import flags
 
 import kvjax
 from experiments import results
-from experiments.leaderboards import cells, page, peaks, turns
+from experiments.leaderboards import cells, generation, page, peaks, turns
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import sweep
 from experiments.runs import machine
@@ -91,7 +91,7 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
         found = found | {"rows": page.with_peer(found["rows"], peer, found["sizes"]["model"])}
     if values.peaks or peer is not None:
         results.write(folder / JSON_FILE, results.to_json(found))
-    for file, content in (page.files(found) | turns.files(found)).items():
+    for file, content in (page.files(found) | turns.files(found) | generation.files(found)).items():
         results.write(folder / file, content)
     failed = [row for row in found["rows"] if row["status"] not in ("ok", MISSING)]
     for row in failed:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import stages
+from experiments.tasks import ngrams
 from experiments.tasks.base import Answer, Asked
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import SPARE_TOKENS, exact_answers, shares
@@ -55,6 +56,7 @@ class Measurement:
       full_kv_bytes: what the full cache would hold.
       footprint: slots that are held from the prompt's end to the last step, summed over steps, over the full cache's.
       read: share of the slots that are held that the first step reads at most; below 1 for selections.
+      ends: tokens that end a text; what follows the first of them is no part of an answer.
       kv_parts: what is held by kind; see `kvjax.storage.breakdown`, and ``calibration``, which all rows share.
       explain: which kernels ran, and why no faster one did; see `kvjax.cache.CacheLayout.explain`.
       recall: recall task -> share of its prompts answered exactly.
@@ -79,6 +81,7 @@ class Measurement:
     footprint: float
     read: float
     explain: str
+    ends: tuple[int, ...] = ()
     kv_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     recall: Mapping[str, float] = dataclasses.field(default_factory=dict)
     recall_by_prompt: Mapping[str, Sequence[bool]] = dataclasses.field(default_factory=dict)
@@ -109,6 +112,11 @@ class Measurement:
             return []
         same = np.cumprod(self.tokens == full.tokens, axis=1)
         return [int(x) for x in np.sum(same, axis=1)]
+
+    def generated(self) -> JsonObject:
+        """The mean number of greedy tokens before one that ends a text, and how much they repeat themselves."""
+        answers = [_before(row, self.ends) for row in self.tokens]
+        return {"tokens": float(np.mean([len(each) for each in answers])), **ngrams.diversity(answers)}
 
     def by_chunk(self, tokens: int) -> list[float]:
         """Perplexity of each `tokens` tokens of the continuation, the last of which may be fewer."""
@@ -153,6 +161,7 @@ class Measurement:
             "same_until": self.same_until(full),
             "same_until_by_row": self.same_until_by_row(full),
             "new_tokens": self.tokens.shape[1],
+            "generated": self.generated(),
             "prefill_tokens_per_second": self.prefill_rate,
             "decode_tokens_per_second": self.decode_rate,
             "compile_seconds": self.compile_seconds,
@@ -166,6 +175,12 @@ class Measurement:
             "tasks": self.scores(full),
             **({"chunk": chunk, "perplexity_by_chunk": self.by_chunk(chunk)} if chunk else {}),
         }
+
+
+def _before(row: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """Returns the tokens before the first that ends a text."""
+    found = np.flatnonzero(np.isin(row, ends))
+    return row[: found[0]] if found.size else row
 
 
 def full_cache_bytes(config: DecoderConfig, rows: int, length: int, itemsize: int) -> int:
@@ -260,6 +275,7 @@ def measure(
         keeps_all=layout.keeps_all,
         logprobs=logprobs,
         tokens=generation.tokens,
+        ends=tuple(model.eos_token_ids),
         prefill_rate=rows * prompt_length / min(prefill_times[1:]) if repeats else None,
         decode_rate=rows * steps / min(decode_times[1:]) if repeats and steps else None,
         compile_seconds=_longer(prefill_times) + _longer(decode_times) if repeats else None,

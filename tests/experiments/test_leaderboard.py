@@ -10,12 +10,13 @@ import pytest
 import kvjax
 from experiments import cli, leaderboard, specs
 from experiments.config import DataConfig, ModelConfig
-from experiments.leaderboards import caches, cells, page, peaks
+from experiments.leaderboards import caches, cells, generation, page, peaks
 from experiments.leaderboards import turns as turns_page
 from experiments.leaderboards.cells import Cell
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import leaderboard as program
 from experiments.runs.resolve import decoder_config
+from experiments.tasks import registry, ruler
 from kvjax import policies
 from kvjax.errors import ConfigError, PolicyError
 from kvjax.planning import make_plan
@@ -51,6 +52,16 @@ def test_all_policies_are_on_the_leaderboard_of_policies_or_left_out_with_a_reas
     for name, missing in (("leaderboard_policies_tiny", set()), ("leaderboard_policies_smollm2", {"kvgrad"})):
         own, _ = cli.parse(["leaderboard", f"--config={name}"], about="", cls=LeaderboardConfig)
         assert first - {cache.split("(")[0] for cache in own.caches} == missing
+
+
+def test_the_leaderboard_of_a_gpu_has_all_tasks_of_ruler():
+    own, _ = cli.parse(["leaderboard", "--config=leaderboard_smollm2"], about="", cls=LeaderboardConfig)
+    found = [registry.build(name) for name in own.tasks.names]
+    assert len(found) == 2 + 3 * len(ruler.TASKS)
+    for length in (1024, 2048, 4096):
+        assert {each.task for each in found if isinstance(each, ruler.Ruler) and each.length == length} == {
+            *ruler.TASKS
+        }
 
 
 def test_cells_and_experiments_of_a_config():
@@ -174,6 +185,53 @@ def test_page_of_rows():
     assert "No cell" in page.files({"rows": rows[3:4], "sizes": sizes, "command": "x"})[page.PAGE]
 
 
+def test_rulers_tasks_of_one_length_are_one_column():
+    row = made("h2o", 0.1, [1.2, 1.4], [100.0, 0.0])
+    for task, scores in (("niah_single_1", [100.0, 50.0]), ("vt", [0.0, 10.0])):
+        row["tasks"] |= {f"ruler_{task}(length=64)": {"scores": scores, "full": [100.0, 80.0]}}
+    row["tasks"]["ruler_vt(length=128)"] = {"scores": [1.0, 3.0], "full": [5.0, 7.0]}
+    assert page.with_means(row)["tasks"] == {
+        "needle(depths=5)": row["tasks"]["needle(depths=5)"],
+        "ruler(length=64)": {"scores": [100.0, 50.0, 0.0, 10.0], "full": [100.0, 80.0, 100.0, 80.0]},
+        "ruler_vt(length=128)": row["tasks"]["ruler_vt(length=128)"],
+    }
+    text = page.files({"rows": [row], "sizes": page.sizes(config()), "command": "x"})[page.PAGE]
+    header = next(line for line in text.splitlines() if "mean rank" in line and "|" in line)
+    assert [name.strip() for name in header.split("|")[5:-1]] == ["needle", "ruler", "ruler_vt"]
+
+
+def test_a_long_generation_is_an_experiment_with_a_page():
+    """Its budget is a share of what is generated too: of 8 tokens alone it would be 2 slots."""
+    given = config(caches=("h2o", "full + quest(page=16, budget={tokens})"), unlimited=("full + int4",), generated=56,
+                   opening=8, texts=("a.txt", "b.txt"))  # fmt: skip
+    for cache, budget, slots, selection in (
+        ("h2o", 0.25, 16, "everything"),
+        ("full + quest(page=16, budget={tokens})", 0.5, 32, "quest(page=16, budget=32)"),
+        ("full + int4", None, 1.0, "everything"),
+    ):  # fmt: skip
+        *_, (swept, long) = cells.experiments(given, Cell(cache, budget))
+        assert swept == {"cache": cache, "budget": budget, "text": "a.txt", "generated": 56, "opening": 8}
+        assert (long.data.prompt_length, long.data.new_tokens, long.data.text) == (8, 56, "a.txt")
+        assert (long.policy.budget, long.selection, long.tasks.names) == (slots, selection, ())
+    row = {"status": "ok", "seconds": 1.0, "environment": {"device": "cpu", "cpu": "a", "jax": "0", "commit": None}}
+    own = {
+        "policy": "h2o", "slots": 16, "kv_bytes": 1, "full_kv_bytes": 4, "decode_tokens_per_second": None, "tasks": {},
+        "nats_by_row": [1.0], "agreement": 0.5, "agreement_by_row": [0.25, 0.75], "same_until_by_row": [3, 9],
+        "new_tokens": 56, "footprint": 0.5, "generated": {"tokens": 40.0, "distinct-2": 80.0, "longest repeat": 5.0},
+    }  # fmt: skip
+    full = own | {"policy": "full", "generated": {"tokens": 50.0, "distinct-2": 90.0, "longest repeat": 2.0}}
+    sizes = {"text": None, "generated": 56, "opening": 8}
+    found = [row | {"rows": [full, own], "swept": each} for each in ({"text": None}, sizes)]
+    made_of = cells.row(Cell("h2o", 0.25), found, [])
+    assert list(made_of["nats"]) == ["generated"] and made_of["generated"]["opening"] == 8
+    text = generation.files({"rows": [made_of], "command": "the command"})[generation.PAGE]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert lines[2] == ["`full`", "", "50", "90 %", "2", "100 %", "", "100 %"]
+    assert lines[3] == ["`h2o`", "25 %", "40", "80 %", "5", "50 (25 to 75) %", "6 (3 to 9)", "50 %"]
+    assert "56 tokens are generated greedily after 8 tokens" in text and "the command" in text
+    assert generation.files({"rows": [made("h2o", 0.1, [1.2], [50.0])], "command": "x"}) == {}
+
+
 def test_page_by_turn():
     def turns(rows, held, tokens):
         scores = {"slots held": held, "bytes": 4_096_000, "tokens recomputed": tokens, "score": 50.0}
@@ -265,10 +323,11 @@ def test_end_to_end_and_again(tmp_path, capsys):
         "leaderboard", "--config=leaderboard_tiny", "--config.model.path=none", "--config.model.shape=tiny",
         "--config.caches=window", "--add=h2o", "--config.unlimited=none", "--config.budgets=0.25,0.5",
         "--config.tasks.names=none", "--config.data.num_sequences=2", "--config.data.prompt_length=48",
-        "--config.data.new_tokens=6", f"--config.output={tmp_path}",
+        "--config.data.new_tokens=6", "--config.generated=12", "--config.opening=4", f"--config.output={tmp_path}",
     ]  # fmt: skip
     assert leaderboard.main(command) == 0
     folder = tmp_path / "leaderboard_tiny"
+    assert "12 tokens are generated greedily after 4" in (folder / generation.PAGE).read_text()
     found = json.loads((folder / program.JSON_FILE).read_text())
     assert [(row["cache"], row["budget"]) for row in found["rows"]] == [
         ("window", 0.25), ("window", 0.5), ("h2o", 0.25), ("h2o", 0.5),
@@ -278,7 +337,7 @@ def test_end_to_end_and_again(tmp_path, capsys):
     text = (folder / page.PAGE).read_text()
     # The second call finds all results.
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "leaderboard_tiny-sweep").glob("*.json")}
-    assert len(stamps) == 4
+    assert len(stamps) == 8
     assert leaderboard.main(command) == 0
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
     # The page is that of the JSON file.

@@ -53,6 +53,14 @@ def measured_as(policy: str, budget: int | None) -> Measurement:
     )  # fmt: skip
 
 
+def test_a_generated_text_ends_before_its_end_token():
+    tokens = np.array([[5, 6, 5, 6, 9, 1], [1, 2, 3, 4, 5, 6]], np.int32)
+    found = dataclasses.replace(measured_as("h2o", 8), tokens=tokens, ends=(9, 7)).generated()
+    # Of the first, 2 of 3 pairs of tokens are distinct, and a piece of 2 occurs twice.
+    expected = {"tokens": 5, "distinct-1": 75, "distinct-2": pytest.approx(250 / 3), "longest repeat": 1}
+    assert found == expected
+
+
 @pytest.mark.sampled(0)
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory maps are read from Linux's /proc")
 def test_a_session_of_many_runs_does_not_use_up_the_memory_maps(small, monkeypatch):
