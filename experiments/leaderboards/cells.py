@@ -11,6 +11,7 @@ from experiments.config import ExperimentConfig, PolicyConfig, TasksConfig
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.leaderboards.generation import GENERATED, OPENING, generation_of
 from experiments.leaderboards.turns import turns_of
+from experiments.sweeps.sharing import MISSING
 from kvjax.errors import ConfigError
 from kvjax.specs import parse
 from kvjax.typing import JsonObject
@@ -26,7 +27,7 @@ class Cell(NamedTuple):
 
     Attributes:
       cache: as the config has it.
-      budget: share of the prompt; None if the cache has no budget.
+      budget: share of the prompt, or of prompt and new tokens of a long generation; None if the cache has no budget.
     """
 
     cache: str
@@ -45,6 +46,8 @@ def cells(config: LeaderboardConfig) -> dict[str, list[Cell]]:
     if not config.budgets or not all(0 < budget <= 1 for budget in config.budgets):
         raise ConfigError(f"budgets must be shares of the prompt, above 0 and at most 1; got {config.budgets}.")
     found = {cache: [Cell(cache, budget) for budget in config.budgets] for cache in config.caches}
+    if config.generated and config.data.prompt is not None:
+        raise ConfigError("a long generation continues a text; give data.prompt=none, or generated=0.")
     for cache, own in found.items():
         made = [specs.build_spec(next(experiments(config, cell))[1]) for cell in own]
         if len(made) > 1 and all(spec == made[0] for spec in made):
@@ -144,14 +147,12 @@ def row(cell: Cell, found: Sequence[Mapping], given: Sequence[str]) -> JsonObjec
       given: see `command`.
     """
     made: JsonObject = {"cache": cell.cache, "budget": cell.budget, "command": command(given, cell)}
-    if failed := [result for result in found if result["status"] != "ok"]:
+    # A cell keeps its scores where its generation fails, such as with a budget that is too small for the policy.
+    needed = [result for result in found if GENERATED not in result["swept"] or result["status"] == MISSING]
+    if failed := [result for result in needed if result["status"] != "ok"]:
         return made | {"status": failed[0]["status"], "error": failed[0].get("error", "left to another worker")}
-    nats, full, tasks, generation = {}, {}, {}, {}
-    for result in found:
-        if GENERATED in result["swept"]:
-            own, whole = _rows(result)
-            generation[GENERATED] = generation_of(own, whole, result["swept"][OPENING])
-            continue
+    nats, full, tasks = {}, {}, {}
+    for result in needed:
         text = result["swept"]["text"] or "generated"
         own, whole = _rows(result)
         nats[text], full[text] = own["nats_by_row"], whole["nats_by_row"]
@@ -167,9 +168,21 @@ def row(cell: Cell, found: Sequence[Mapping], given: Sequence[str]) -> JsonObjec
         "decode_tokens_per_second": own["decode_tokens_per_second"],
         "full_decode_tokens_per_second": whole["decode_tokens_per_second"], "agreement": own["agreement"],
         "seconds": sum(result["seconds"] for result in found),
-        "nats": nats, "full_nats": full, "tasks": tasks, **generation,
+        "nats": nats, "full_nats": full, "tasks": tasks,
+        **_generation(found),
         "machine": {name: found[0]["environment"][name] for name in MACHINE},
     }  # fmt: skip
+
+
+def _generation(found: Sequence[Mapping]) -> JsonObject:
+    """Returns what a row keeps of a cell's generation, or its error, if there is one among the results."""
+    long = next((result for result in found if GENERATED in result["swept"]), None)
+    if long is None:
+        return {}
+    if long["status"] != "ok":
+        return {GENERATED: {"error": long.get("error")}}
+    own, whole = _rows(long)
+    return {GENERATED: generation_of(own, whole, long["swept"][OPENING])}
 
 
 def _rows(result: Mapping) -> tuple[JsonObject, JsonObject]:

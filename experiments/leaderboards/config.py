@@ -22,8 +22,8 @@ class LeaderboardConfig:
     texts: text files, each scored separately; none = a generated text.
     data: the sizes of each text.
     tasks: the tasks.
-    opening: the number of tokens of the first text, of each row, after which `generated` tokens are generated.
-    generated: the number of tokens of a long generation, whose budgets are shares of opening and generation; 0 = none.
+    opening: the number of tokens of each row of the first text, which a long generation continues.
+    generated: the number of new tokens of the long generation, whose budgets are shares of both; 0 = none.
     implementation: as in `experiments.config.ExperimentConfig`.
     repeats: how often the steps of the first text are timed, with those of the full cache in turn; 0 = never.
     seed: the seed of random weights, of the generated text and of generated tasks.

@@ -1,19 +1,17 @@
-"""A page more of a leaderboard whose config has a long generation: its length, its repetitions and its agreement."""
+"""An additional page of a leaderboard: long generations, their repetitions, and agreement with the full cache."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from experiments.leaderboards.page import interval
+from experiments.leaderboards.page import MIN_VALUES, interval
 from experiments.reports import tables
 from kvjax.typing import JsonObject
 
 PAGE = "generation.md"
-GENERATED, OPENING = (
-    "generated",
-    "opening",
-)  # numbers of tokens, which mark the experiment; the first one names its results
+GENERATED = "generated"  # marks the experiment by its number of new tokens, and names its results in a row
+OPENING = "opening"  # the number of tokens of its prompts
 FULL, WHOLE = "full", 1.0
 KEPT = ("agreement_by_row", "same_until_by_row", "new_tokens", "slots", "kv_bytes", "full_kv_bytes", "footprint")
 ABOUT = """\
@@ -21,7 +19,9 @@ ABOUT = """\
 *Tokens* is the mean number before one that ends a text. *Distinct-2* is the share of a text's pairs of tokens that are
 distinct, and *longest repeat* the length of the longest piece that occurs twice in it. *As full* is the share of tokens
 that are the full cache's at the same place, and *first differs after* how many are before the first that is not; in
-parentheses are 95 % intervals. *Footprint* is the slots held, summed over steps, of the full cache's."""
+parentheses are 95 % intervals where there are at least {least} rows. Both go on after the end of a text; a row without
+a difference counts with all of its tokens. *Footprint* is the slots held, summed over steps, of the full cache's:
+policies that compress prompts hold all that is generated."""
 
 
 def generation_of(own: Mapping[str, Any], full: Mapping[str, Any], opening: int) -> JsonObject:
@@ -32,6 +32,8 @@ def generation_of(own: Mapping[str, Any], full: Mapping[str, Any], opening: int)
       full: the full cache's.
       opening: tokens of the prompts.
     """
+    if GENERATED not in own:
+        return {"error": "measured by older code; --rerun measures it again"}
     return {**own[GENERATED], FULL: full[GENERATED], OPENING: opening, **{name: own[name] for name in KEPT}}
 
 
@@ -41,7 +43,8 @@ def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
     Args:
       found: see `experiments.leaderboards.page.files`.
     """
-    rows = [row for row in found["rows"] if GENERATED in row]
+    every = [row for row in found["rows"] if GENERATED in row]
+    rows = [row for row in every if "error" not in row[GENERATED]]
     if not rows:
         return {}
     first = rows[0][GENERATED]
@@ -62,8 +65,10 @@ def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
                 "footprint": f"{100 * own['footprint']:.0f} %",
             }
         )
-    about = ABOUT.format(new=first["new_tokens"], opening=first[OPENING])
+    about = ABOUT.format(new=first["new_tokens"], opening=first[OPENING], least=MIN_VALUES)
     parts = ["# Long generation", about, f"`{found['command']}`", tables.table(lines, "github")]
+    failed = [row for row in every if row not in rows]
+    parts += [f"- Not measured: `{row['cache']}` at {row['budget']}: {row[GENERATED]['error']}" for row in failed]
     return {PAGE: "\n\n".join(parts) + "\n"}
 
 
@@ -76,5 +81,7 @@ def _numbers(found: Mapping[str, float]) -> dict[str, str]:
 
 
 def _with_interval(values: Sequence[float] | np.ndarray, seed: str) -> str:
+    if len(values) < MIN_VALUES:
+        return f"{np.mean(values):.0f}"
     low, high = interval(values, seed)
     return f"{np.mean(values):.0f} ({low:.0f} to {high:.0f})"

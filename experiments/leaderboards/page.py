@@ -35,7 +35,7 @@ ABOUT = """\
 are means over their questions, of 100. In parentheses are 95 % intervals, by the bootstrap over rows or questions where
 there are at least {least}: this page alone cannot tell caches whose intervals overlap from each other. *Held* is the
 share of the bytes of a full cache in {dtype}. *Mean rank* is over perplexity and tasks, among the caches of the same
-table, whatever they hold; 1 is the best."""
+table, whatever they hold; 1 is the best. RULER's tasks of the same settings are one column, over all questions."""
 #: Columns that older files lack, or that are measured if they are asked for.
 ABOUT_MORE = {
     PEAK: "*Peak* is the memory that reading the prompts or a decoding step needs beyond the weights, whichever is\n"
@@ -228,6 +228,8 @@ def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
         title = "Without a budget" if budget is None else f"{100 * budget:g} % of the prompt"
         ordered = [line for _, line in sorted(lines, key=lambda each: each[0])]
         sections += [f"## {title}", "", tables.table(ordered, "github"), ""]
+    if any("generated" in row for row in done):
+        sections += ["[Long generations](generation.md).", ""]
     sections += ["![perplexity and tasks against the bytes held](leaderboard.png)", "", _failures(failed)]
     return {PAGE: "\n".join(sections).rstrip() + "\n", "leaderboard.png": plot(done, names)}
 

@@ -9,6 +9,7 @@ from absl import flags
 import kvjax
 from experiments import results
 from experiments.leaderboards import cells, generation, page, peaks, turns
+from experiments.leaderboards.cells import Cell
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import sweep
 from experiments.runs import machine
@@ -40,15 +41,17 @@ def run(config: LeaderboardConfig, given: Sequence[str] = (), *, rerun: bool = F
         for cache, own in listed.items():
             if again and all(row["status"] != MISSING for row in rows[cache]):
                 continue
-            # All budgets of a cache in one call, so that they share programs.
-            combinations = [list(cells.experiments(config, cell)) for cell in own]
-            every = [each for made in combinations for each in made]
-            _, found = sweep.run_all(every[0][1], every, rerun=rerun and not again, session=session)
-            results_of = iter(found)
-            rows[cache] = [
-                cells.row(cell, [next(results_of) for _ in made], given)
-                for cell, made in zip(own, combinations, strict=True)
-            ]
+            # All budgets of a cache in one call, so that they share programs; those of a long generation are numbers of
+            # slots, and the others fractions.
+            combinations = [each for cell in own for each in cells.experiments(config, cell)]
+            found: dict[Cell, list[JsonObject]] = {cell: [] for cell in own}
+            for long in (False, True):
+                part = [each for each in combinations if (generation.GENERATED in each[0]) is long]
+                if part:
+                    _, made = sweep.run_all(part[0][1], part, rerun=rerun and not again, session=session)
+                    for (swept, _), result in zip(part, made, strict=True):
+                        found[Cell(cache, swept["budget"])].append(result)
+            rows[cache] = [cells.row(cell, found[cell], given) for cell in own]
     return [row for cache in listed for row in rows[cache]]
 
 

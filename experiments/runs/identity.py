@@ -21,7 +21,7 @@ from kvjax.storage.calibration_files import calibration_file
 WHOLE = 64 << 20  # bytes up to which all of a file is read; weights beyond are sampled
 SAMPLES, SAMPLE = 64, 64 << 10  # of a larger file, evenly spread, and the bytes of each
 DIGITS = 12  # hex digits of a digest
-CODE = (".py", ".cc")
+CODE = (".py", ".cc", ".h")
 WEIGHTS = (".safetensors", ".bin", gguf.SUFFIX)
 #: Of files in a model's folder: settings and tokenizers, weights, vocabularies, merges, chat templates.
 OF_MODEL = (".json", ".model", ".txt", ".jinja", *WEIGHTS)

@@ -1,4 +1,4 @@
-"""Products with codes by kvjax's own code for CPUs, which makes numbers of them in registers; see codes.cc."""
+"""Products with codes by kvjax's own code for CPUs, which decodes in registers; see codes.cc and weights.cc."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ Array = jax.Array
 Map = Callable[[Array], Array]
 
 BYTE = 8  # bits
-WIDTHS = (2, 4, 8)  # bits of the codes that codes.cc reads
+WIDTHS = (2, 4, 8)  # bits of the codes that codes.cc and weights.cc read
 #: Levels of codes of 8 bits: numbers from 0 to 255, in two's complement, or floats (e4m3fn).
 INTEGER, SIGNED, E4M3 = "integer", "signed", "e4m3"
 TABLE = "table"  # levels of codes of fewer bits that are not numbers from 0 on

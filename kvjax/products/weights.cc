@@ -39,19 +39,31 @@ struct Order {
   int64_t ahead;     // rows of codes that are fetched ahead
 };
 
-// Down all rows of a group, sums stay in registers: with AVX-512, one row of x reads all columns of a strip so. With fewer
-// registers it reads a cache line of each row of codes. Such lines of an output head share a set of the cache, and each
-// lies on a page of its own, so that a few rows from left to right are faster: the head of SmolLM2, 576 rows of 49,152
-// bytes, takes 3.2 ms instead of 7.2 for one row of x, and 10 instead of 17 for 8, on two cores of an EPYC of family 25.
-// Matrices of 576 and 1,536 columns gain nothing, and lose with 8 rows of x.
+// Without AVX-512, wide matrices are read four rows of codes at a time. Otherwise all rows of a group are read at once, and
+// sums stay in registers: with AVX-512 those of all columns of a strip, else those of one cache line of codes. The lines
+// of 32 rows of an output head share a set of the cache, and each lies on a page of its own: the head of SmolLM2, 576 rows
+// of 49,152 bytes, took 7.2 ms so for one row of x and 17 for 8, and takes 3.2 and 10 four rows at a time (two cores of an
+// EPYC of family 25; vectors of 4 lanes were not timed). Matrices of 576 and 1,536 columns gain nothing, and lose with 8.
 Order OrderOf(const Weights& of, int64_t rows, int64_t threads) {
   constexpr int64_t wide = 4096;
   if (kLanes == 16 || of.outputs <= wide) return {256, of.byte_rows, 32};
   const int64_t most = rows == 1 ? kMaxSums : rows < kRows ? kMaxSums / 2 : kStrip;
-  const int64_t strips = std::max((of.outputs + most - 1) / most, threads);
+  const int64_t strips = (of.outputs + most * threads - 1) / (most * threads) * threads;
   const int64_t columns = (of.outputs + strips - 1) / strips;
   return {(columns + kMinStrip - 1) / kMinStrip * kMinStrip, std::min<int64_t>(4, of.byte_rows), 8};
 }
+
+// The sums of a thread: of all groups so far, [rows, strip], and of a part of the rows of a group, [R, kMaxSums / R].
+struct StripSums {
+  float all[kMaxRows * kStrip] __attribute__((aligned(64)));
+  float group[kMaxSums] __attribute__((aligned(64)));
+};
+// The same memory for every kind of codes: in a template, each kind would have its own.
+StripSums& ThreadSums() {
+  static thread_local StripSums sums;
+  return sums;
+}
+static_assert(kStrip * kRows == kMaxSums && kStrip % kMinStrip == 0 && kMaxRows * kStrip >= 3 * kMaxSums / 2);
 
 // Adds R rows of x times the rows of codes of one group from `from` on that are read together, for N registers of columns
 // from n on: to sums [R, kMaxSums / R], and, with the last rows of the group, to y, whose rows are a strip long.
@@ -121,7 +133,7 @@ void OfWeights(ffi::ThreadPool& pool, const L& levels, const Weights& of, const 
   const Order order = OrderOf(of, rows, pool.num_threads());
   ForEach(pool, (of.outputs + order.strip - 1) / order.strip, [&](int64_t strip) {
     const int64_t start = strip * order.strip, columns = std::min(order.strip, of.outputs - start);
-    static thread_local float own[kMaxRows * kStrip], sums[kMaxSums];
+    auto& [own, sums] = ThreadSums();
     std::fill_n(own, rows * order.strip, 0.0f);
     for (int64_t g = 0; g < of.groups; g++) {
       OfRows(rows, [&](int64_t r, auto count) {

@@ -57,11 +57,8 @@ def test_all_policies_are_on_the_leaderboard_of_policies_or_left_out_with_a_reas
 def test_the_leaderboard_of_a_gpu_has_all_tasks_of_ruler():
     own, _ = cli.parse(["leaderboard", "--config=leaderboard_smollm2"], about="", cls=LeaderboardConfig)
     found = [registry.build(name) for name in own.tasks.names]
-    assert len(found) == 2 + 3 * len(ruler.TASKS)
-    for length in (1024, 2048, 4096):
-        assert {each.task for each in found if isinstance(each, ruler.Ruler) and each.length == length} == {
-            *ruler.TASKS
-        }
+    asked = {(each.task, each.length) for each in found if isinstance(each, ruler.Ruler)}
+    assert asked == {(task, own.data.prompt_length) for task in ruler.TASKS}
 
 
 def test_cells_and_experiments_of_a_config():
@@ -227,7 +224,22 @@ def test_a_long_generation_is_an_experiment_with_a_page():
     text = generation.files({"rows": [made_of], "command": "the command"})[generation.PAGE]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert lines[2] == ["`full`", "", "50", "90 %", "2", "100 %", "", "100 %"]
-    assert lines[3] == ["`h2o`", "25 %", "40", "80 %", "5", "50 (25 to 75) %", "6 (3 to 9)", "50 %"]
+    assert lines[3] == ["`h2o`", "25 %", "40", "80 %", "5", "50 %", "6", "50 %"]
+    many = dict(made_of["generated"], agreement_by_row=[0.25, 0.75] * 4)
+    page_of = generation.files({"rows": [made_of | {"generated": many}], "command": "x"})[generation.PAGE]
+    assert re.search(r"50 \([23]\d to [67]\d\) %", page_of)
+    # A cell keeps its other scores if its generation fails.
+    for changes in ({"status": "failed", "error": "too few slots"}, {"rows": [full, {**own}]}):
+        if "rows" in changes:
+            del changes["rows"][1]["generated"]  # of older code
+        failed = cells.row(Cell("roco", 0.25), [found[0], found[1] | changes], [])
+        assert failed["status"] == "ok" and failed["nats"] == {"generated": [1.0]}
+        both = generation.files({"rows": [made_of, failed], "command": "x"})[generation.PAGE]
+        assert f"Not measured: `roco` at 0.25: {failed['generated']['error']}" in both and "`roco` |" not in both
+    missing = cells.row(Cell("roco", 0.25), [found[0], {"status": "missing", "swept": sizes}], [])
+    assert missing["status"] == "missing"
+    with pytest.raises(ConfigError, match="a long generation continues a text"):
+        cells.cells(config(generated=8, data=DataConfig(prompt="x")))
     assert "56 tokens are generated greedily after 8 tokens" in text and "the command" in text
     assert generation.files({"rows": [made("h2o", 0.1, [1.2], [50.0])], "command": "x"}) == {}
 
@@ -321,7 +333,7 @@ def test_no_peak_of_programs_that_are_refused(monkeypatch):
 def test_end_to_end_and_again(tmp_path, capsys):
     command = [
         "leaderboard", "--config=leaderboard_tiny", "--config.model.path=none", "--config.model.shape=tiny",
-        "--config.caches=window", "--add=h2o", "--config.unlimited=none", "--config.budgets=0.25,0.5",
+        "--config.caches=window", "--add=h2o", "--config.unlimited=full + int8", "--config.budgets=0.25,0.5",
         "--config.tasks.names=none", "--config.data.num_sequences=2", "--config.data.prompt_length=48",
         "--config.data.new_tokens=6", "--config.generated=12", "--config.opening=4", f"--config.output={tmp_path}",
     ]  # fmt: skip
@@ -330,14 +342,14 @@ def test_end_to_end_and_again(tmp_path, capsys):
     assert "12 tokens are generated greedily after 4" in (folder / generation.PAGE).read_text()
     found = json.loads((folder / program.JSON_FILE).read_text())
     assert [(row["cache"], row["budget"]) for row in found["rows"]] == [
-        ("window", 0.25), ("window", 0.5), ("h2o", 0.25), ("h2o", 0.5),
+        ("window", 0.25), ("window", 0.5), ("h2o", 0.25), ("h2o", 0.5), ("full + int8", None),
     ]  # fmt: skip
     assert str(tmp_path) not in (folder / program.JSON_FILE).read_text()
     assert all(len(row["nats"]["generated"]) == 2 for row in found["rows"])
     text = (folder / page.PAGE).read_text()
     # The second call finds all results.
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "leaderboard_tiny-sweep").glob("*.json")}
-    assert len(stamps) == 8
+    assert len(stamps) == 10
     assert leaderboard.main(command) == 0
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
     # The page is that of the JSON file.
@@ -345,7 +357,7 @@ def test_end_to_end_and_again(tmp_path, capsys):
     assert leaderboard.main([*command, f"--page={folder / program.JSON_FILE}"]) == 0
     assert (folder / page.PAGE).read_text() == text
     # A worker that finds the results of others has the whole page.
-    assert "4 of 4 cells" in capsys.readouterr().out
+    assert "5 of 5 cells" in capsys.readouterr().out
     assert page.PEAK not in (folder / page.PAGE).read_text()
     assert leaderboard.main([*command, f"--page={folder / program.JSON_FILE}", "--peaks"]) == 0
     rows = json.loads((folder / program.JSON_FILE).read_text())["rows"]

@@ -21,6 +21,7 @@ from experiments.sweeps import claims, sharing
 from experiments.sweeps.sharing import Shard, parse_shard
 from kvjax.errors import ConfigError
 from kvjax.parallel import distributed
+from kvjax.products import native
 from tests.conftest import ROOT
 from tests.experiments.test_claims import elsewhere
 
@@ -70,6 +71,10 @@ def test_workers_share_the_runs(small, runs):
     # Only what failed before the call was tried again, once.
     assert runs[12:] == [FAILS]
     assert not [path for path in folder.iterdir() if path.suffix != ".json"]
+
+
+def test_results_are_of_the_c_code_too():
+    assert {path.suffix for path in (*native.SOURCES, *native.HEADERS)} < set(identity.CODE)
 
 
 def test_a_worker_leaves_what_others_have(small, runs, monkeypatch, capsys):

@@ -117,16 +117,20 @@ def test_kvjaxs_own_code_multiplies_by_codes(bits, own_code):
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_a_row_of_codes_does_not_depend_on_its_neighbours(bits, width):
-    # Strips of 256 columns with AVX-512 (two of 577, and a part), otherwise of 4,096 for one row and 1,024 for four.
-    for inputs, outputs, group in ((96, 77, 24), (96, 200, 96), (384, 70, 48), (64, 577, 32), (32, 8451, 16)):
+    # Of more than 4,096 columns, four rows of codes are added up at a time without AVX-512. With it, one row of x is
+    # multiplied by 256 columns at a time: twice in 577, and a part is left over.
+    for inputs, outputs, group in ((96, 77, 24), (96, 200, 96), (384, 70, 48), (64, 577, 32), (48, 8451, 24)):
         coded = quantize(jnp.asarray(matrix(bits, inputs, outputs)), bits, group, jnp.float32)
-        x = jnp.asarray(np.random.default_rng(1).standard_normal((13, inputs)), jnp.float32)
+        x = jnp.asarray(np.random.default_rng(1).standard_normal((64, inputs)), jnp.float32)
         for zero in (coded.zero, coded.zero.astype(jnp.float32)):  # codes, or numbers between two codes
             parts = coded.codes, coded.scale, zero, bits
             whole = weights_product(x, *parts)
             np.testing.assert_allclose(whole, np.asarray(x) @ np.asarray(dequantize(coded)), atol=1e-4)
             for rows in (1, 2, 3, 4, 5, 8, 12):
                 np.testing.assert_array_equal(weights_product(x[1 : 1 + rows], *parts), whole[1 : 1 + rows])
+            for columns in np.split(np.arange(outputs), range(4000, outputs, 4000)):  # none is wide
+                own = coded.codes[..., columns], coded.scale[:, columns], zero[:, columns], bits
+                np.testing.assert_array_equal(weights_product(x[:5], *own), whole[:5, columns])
 
 
 @pytest.mark.parametrize(
