@@ -130,7 +130,7 @@ void OfWeights(ffi::ThreadPool& pool, const L& levels, const Weights& of, const 
     for (int64_t k = 0; k < group; k++)
       for (int64_t i = from; i < to; i++) totals[i] += x[i * group + k];
   }
-  const Order order = OrderOf(of, rows, pool.num_threads());
+  const Order order = OrderOf(of, rows, std::max<int64_t>(pool.num_threads(), 1));
   ForEach(pool, (of.outputs + order.strip - 1) / order.strip, [&](int64_t strip) {
     const int64_t start = strip * order.strip, columns = std::min(order.strip, of.outputs - start);
     auto& [own, sums] = ThreadSums();

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ import kvjax
 from experiments.config import ModelConfig
 from experiments.papers.own import topk_heavy
 from experiments.papers.parts import Lab
-from experiments.papers.recipes import caches, choice, cpu, lm, neurons, recall, worked
+from experiments.papers.recipes import caches, choice, cpu, lm, neurons, recall, training, worked
 from experiments.papers.settings import FAST, TEXTS, Settings
 from kvjax import policies
 from kvjax.cache import CacheSpec, Limits
@@ -39,6 +40,36 @@ def lab(tmp_path):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("text")
     return TinyLab(Settings(ModelConfig(shape="tiny"), tmp_path, 0, SCALE), tmp_path / "parts")
+
+
+@pytest.mark.sampled(0)
+def test_a_training_continues_after_an_interruption(lab, tmp_path, monkeypatch):
+    part = training.Checkpoints(
+        text="book", source="war", rows=2, length=16, layers=None, count=24, batch=2, shares=(0.25, 0.5, 1.0)
+    )
+    monkeypatch.setattr(training, "CHECKPOINTS", 3)
+    with jax.numpy_dtype_promotion("standard"):  # optax and orbax rely on it
+        expected = lab.get(part)
+        other = TinyLab(lab.settings, tmp_path / "others")
+        step, taken = training.train_step, []
+
+        def interrupted(*given):
+            taken.append(given)
+            if len(taken) == 16:
+                raise KeyboardInterrupt
+            return step(*given)
+
+        monkeypatch.setattr(training, "train_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            other.get(part)
+        assert not other.has(part)
+        found = other.get(part)
+        # Of the 15 steps that were taken, the checkpoint has 8.
+        assert len(taken) == 16 + 24 - 8
+        for name in ("exponent", "overlap"):
+            assert len(found[name]) == 3
+            np.testing.assert_array_equal(found[name], expected[name])
+    assert not list((tmp_path / "others").glob("*-training"))
 
 
 @pytest.mark.sampled(0)
