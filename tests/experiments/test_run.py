@@ -56,7 +56,7 @@ def measured_as(policy: str, budget: int | None) -> Measurement:
 def test_a_generated_text_ends_before_its_end_token():
     tokens = np.array([[5, 6, 5, 6, 9, 1], [1, 2, 3, 4, 5, 6]], np.int32)
     found = dataclasses.replace(measured_as("h2o", 8), tokens=tokens, ends=(9, 7)).generated()
-    # Of the first, 2 of 3 pairs of tokens are distinct, and a piece of 2 occurs twice.
+    # The first text is 5 6 5 6: two of its three pairs are distinct, and the longest repeat has two tokens.
     expected = {"tokens": 5, "distinct-1": 75, "distinct-2": pytest.approx(250 / 3), "longest repeat": 1}
     assert found == expected
 

@@ -117,8 +117,8 @@ def test_kvjaxs_own_code_multiplies_by_codes(bits, own_code):
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_a_row_of_codes_does_not_depend_on_its_neighbours(bits, width):
-    # Of more than 4,096 columns, four rows of codes are added up at a time without AVX-512. With it, one row of x is
-    # multiplied by 256 columns at a time: twice in 577, and a part is left over.
+    # Without AVX-512, a matrix with more than 4,096 columns is read four rows of codes at a time. With AVX-512, one row
+    # of x is multiplied by 256 columns at a time: 577 columns are two times 256 and a remainder.
     for inputs, outputs, group in ((96, 77, 24), (96, 200, 96), (384, 70, 48), (64, 577, 32), (48, 8451, 24)):
         coded = quantize(jnp.asarray(matrix(bits, inputs, outputs)), bits, group, jnp.float32)
         x = jnp.asarray(np.random.default_rng(1).standard_normal((64, inputs)), jnp.float32)

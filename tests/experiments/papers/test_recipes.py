@@ -64,7 +64,7 @@ def test_a_training_continues_after_an_interruption(lab, tmp_path, monkeypatch):
             other.get(part)
         assert not other.has(part)
         found = other.get(part)
-        # Of the 15 steps that were taken, the checkpoint has 8.
+        # 15 steps were finished, and the newest checkpoint was written after step 8.
         assert len(taken) == 16 + 24 - 8
         for name in ("exponent", "overlap"):
             assert len(found[name]) == 3
