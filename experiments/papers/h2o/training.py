@@ -27,6 +27,8 @@ def _judge(settings: Settings, found: Found) -> Judgement:
     uniform = float(look.exponent_of(look.uniform_mass(part.length)))
     mean = dict(zip(part.shares, exponent.mean(axis=1), strict=True))
     early, half = float(mean[0.1] / mean[1.0]), float(mean[0.5] / mean[1.0])
+    # Of a decoder that has not learned to attend to anything, every exponent is the same.
+    heavy = float(mean[1.0] / uniform)
     lines = {
         f"layer {layer}": ([100 * share for share in part.shares], exponent[:, layer].tolist())
         for layer in range(exponent.shape[1])
@@ -34,8 +36,10 @@ def _judge(settings: Settings, found: Found) -> Judgement:
     return Judgement(
         tables=[Table(f"A decoder of {exponent.shape[1]} layers, {part.count} steps from random weights", rows)],
         confirm=[
+            Claim("the last exponent is more than 1.2 times that of uniform attention", heavy > 1.2,
+                  f"{heavy:.2f} times"),
             Claim("the exponent at 10 % of the steps is within 20 % of the last", abs(early - 1) <= 0.2,
-                  f"{early:.2f} of it")
+                  f"{early:.2f} of it"),
         ],
         contradict=[Claim("at half of the steps it is under half of the last", half < 0.5, f"{half:.2f} of it")],
         notes=[
