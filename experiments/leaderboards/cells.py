@@ -8,7 +8,7 @@ from typing import NamedTuple
 from experiments import config as configs
 from experiments import specs
 from experiments.config import ExperimentConfig, PolicyConfig, TasksConfig
-from experiments.leaderboards.config import LeaderboardConfig
+from experiments.leaderboards.config import FULL, WHOLE, LeaderboardConfig
 from experiments.leaderboards.generation import GENERATED, OPENING, generation_of
 from experiments.leaderboards.turns import turns_of
 from experiments.sweeps.sharing import MISSING
@@ -16,10 +16,8 @@ from kvjax.errors import ConfigError
 from kvjax.specs import parse
 from kvjax.typing import JsonObject
 
-FULL = "full"
 PAGE = 16  # tokens, to a multiple of which ``{tokens}`` is rounded
 MACHINE = ("device", "cpu", "jax", "commit")  # of the environment of a result
-WHOLE = 1.0  # the budget of a cache that has none
 
 
 class Cell(NamedTuple):

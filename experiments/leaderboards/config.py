@@ -8,6 +8,8 @@ import dataclasses
 from experiments.config import DataConfig, ModelConfig, TasksConfig
 from experiments.fields import Count, Kernels, Names, Numbers, Text, Whole
 
+FULL, WHOLE = "full", 1.0  # the cache that all others are compared with, and the budget of a cache that has none
+
 
 @dataclasses.dataclass
 class LeaderboardConfig:

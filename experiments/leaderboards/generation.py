@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.leaderboards.config import FULL, WHOLE
 from experiments.leaderboards.page import MIN_VALUES, interval
 from experiments.reports import tables
 from kvjax.typing import JsonObject
@@ -12,7 +13,6 @@ from kvjax.typing import JsonObject
 PAGE = "generation.md"
 GENERATED = "generated"  # marks the experiment by its number of new tokens, and names its results in a row
 OPENING = "opening"  # the number of tokens of its prompts
-FULL, WHOLE = "full", 1.0
 KEPT = ("agreement_by_row", "same_until_by_row", "new_tokens", "slots", "kv_bytes", "full_kv_bytes", "footprint")
 ABOUT = """\
 {new:,} tokens are generated greedily after {opening} tokens of each row of the first text. A budget is a share of both.

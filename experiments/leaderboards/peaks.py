@@ -7,8 +7,8 @@ import jax
 
 from experiments import specs
 from experiments.config import ExperimentConfig
-from experiments.leaderboards.cells import FULL, Cell, experiments
-from experiments.leaderboards.config import LeaderboardConfig
+from experiments.leaderboards.cells import Cell, experiments
+from experiments.leaderboards.config import FULL, LeaderboardConfig
 from experiments.leaderboards.page import sizes
 from experiments.progress import tracked
 from experiments.runs import machine

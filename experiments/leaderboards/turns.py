@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from experiments.leaderboards.config import FULL
 from experiments.leaderboards.page import interval
 from experiments.reports import plots, tables
 from experiments.tasks.conversations import BYTES, HELD, MODES, MULTI_TURN, RECOMPUTED, SINGLE
@@ -14,7 +15,6 @@ from kvjax.typing import JsonObject
 
 PAGE, PLOT = "turns.md", "turns.png"
 LATER = "later turns"
-FULL = "full"
 _MODE = re.compile(r"\bmode=(\w+)(?:, )?")  # in the text of a task
 ABOUT = """\
 Scores by turn of questions about one context, of 100, with 95 % intervals by the bootstrap over contexts. *Later turns*
