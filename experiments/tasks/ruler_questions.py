@@ -6,7 +6,7 @@
 | qa_2 | ruler/hotpotqa.json: HotpotQA, hotpot_dev_distractor_v1.json | the question's ten | any |
 
 As in RULER, questions come in the order of the file, and those that SQuAD calls impossible are left out. Unlike there,
-each context has as many documents as fit, and a question whose own documents do not fit is passed over.
+each context has as many documents as fit. Questions whose own documents do not fit are skipped.
 """
 
 import dataclasses
@@ -81,13 +81,13 @@ class RulerQuestions(TaskSpec):
         documents = sorted({document for each in questions for document in (*each.own, *each.near)})
         wanted = min(self.count, setting.questions or self.count)
         items: list[Item] = []
-        passed = 0
+        skipped = 0
         for number, each in enumerate(questions):
             if len(items) == wanted:
                 break
             context = self._context(each, documents, np.random.default_rng([setting.seed, number]), setting)
             if context is None:
-                passed += 1
+                skipped += 1
                 continue
             items.append(Item(context, _asked(each), each.answers, new_tokens, {"metric": "contains_any"}))
         if not items:
@@ -96,9 +96,7 @@ class RulerQuestions(TaskSpec):
                 "length."
             )
         about = f"{len(items)} contexts of up to {self.length} tokens; the share of answers that hold a right one"
-        about += (
-            f"; {passed} questions before the last are passed over, whose own documents do not fit" if passed else ""
-        )
+        about += f"; {skipped} before the last are skipped, because their own documents do not fit" if skipped else ""
         return Written(about, tuple(items), scored, ("score",), aware=self.aware)
 
     def _context(
@@ -133,33 +131,34 @@ def _asked(question: Question) -> str:
 
 
 def _squad(file: Path) -> Iterator[Question]:
-    """The questions of a file in SQuAD's form, that have an answer."""
+    """The questions of a file in SQuAD's form, without the impossible ones."""
     articles = files.json_object(file).get("data")
     if not isinstance(articles, list):
         raise ConfigError(f"{file}: 'data' should be a list of articles, as in SQuAD.")
     for number, article in enumerate(articles, 1):
         row = Row({"article": article}, file, number, "article")
         with row.checked("an article of SQuAD, {'title': ..., 'paragraphs': [{'context': ..., 'qas': [...]}, ...]}"):
-            paragraphs = article["paragraphs"]
+            paragraphs = [row._replace(values=each) for each in article["paragraphs"]]
+            every = dict.fromkeys(each.text("context") for each in paragraphs)
             for paragraph in paragraphs:
-                own = paragraph["context"]
-                near = tuple({each["context"]: None for each in paragraphs if each["context"] != own})
-                for asked in paragraph["qas"]:
-                    if not asked.get("is_impossible"):
-                        answers = tuple({str(each["text"]): None for each in asked["answers"]})
-                        if not answers:
-                            raise ConfigError(
-                                f"{row.place}: a question of SQuAD without an answer: {asked['question']!r}."
-                            )
-                        yield Question(str(asked["question"]), answers, (own,), near)
+                own = paragraph.text("context")
+                near = tuple(text for text in every if text != own)
+                for values in paragraph.values["qas"]:
+                    if values.get("is_impossible"):
+                        continue
+                    asked = row._replace(values=values)
+                    answers = dict.fromkeys(str(each["text"]) for each in values["answers"])
+                    if not answers:
+                        raise ConfigError(f"{row.place}: {asked.text('question')!r} has no answer.")
+                    yield Question(asked.text("question"), tuple(answers), (own,), near)
 
 
 def _hotpot(file: Path) -> Iterator[Question]:
     """The questions of a file in HotpotQA's form."""
     for row in files.json_list(file):
         with row.checked("a question of HotpotQA, whose context is a list of titles and sentences"):
-            own = tuple({f"{title}\n{''.join(sentences)}": None for title, sentences in row.values["context"]})
-            yield Question(row.text("question"), row.texts("answer"), own, ())
+            own = dict.fromkeys(f"{title}\n{''.join(sentences)}" for title, sentences in row.values["context"])
+            yield Question(row.text("question"), row.texts("answer"), tuple(own), ())
 
 
 #: Name -> its file, and what reads it.

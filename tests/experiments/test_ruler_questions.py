@@ -104,14 +104,14 @@ def test_hotpotqa(folder):
         assert item.references == (f"the {number}",)
 
 
-def test_questions_without_room_or_answer_are_passed_over(folder):
+def test_questions_without_room_or_answer_are_skipped(folder):
     content = squad()
     content["data"][0]["paragraphs"][0]["context"] += "x" * 900
     content["data"][0]["paragraphs"][2]["qas"][0]["is_impossible"] = True
     (folder / "ruler/squad.json").write_text(json.dumps(content))
     made = registry.build("ruler_qa_1(length=700, count=2)").make(setting(folder))
     assert [item.references for item in made.items] == [("a1",), ("a3",)]
-    assert made.about.endswith("; 1 questions before the last are passed over, whose own documents do not fit")
+    assert made.about.endswith("; 1 before the last are skipped, because their own documents do not fit")
 
 
 def test_the_same_seed_has_the_same_contexts(folder):
@@ -129,8 +129,9 @@ def test_the_same_seed_has_the_same_contexts(folder):
         ("ruler_qa_1", {"data": {}}, "'data' should be a list of articles"),
         ("ruler_qa_1", {"data": [{"title": "a"}]}, "squad.json, article 1: not an article of SQuAD"),
         ("ruler_qa_1", {"data": [3]}, "article 1: not an article of SQuAD"),
+        ("ruler_qa_1", {"data": [{"paragraphs": [{"context": 3, "qas": []}]}]}, "'context' should be text, but is 3"),
         ("ruler_qa_1", squad(is_impossible=True), "squad.json contains no question"),
-        ("ruler_qa_1", squad(answers=[]), "a question of SQuAD without an answer"),
+        ("ruler_qa_1", squad(answers=[]), "article 1: 'Who is a0\\?' has no answer"),
         (
             "ruler_qa_2",
             [*hotpot()[:1], {"question": "a", "answer": "b", "context": [["a"]]}],
