@@ -79,7 +79,8 @@ generate of kvjax-tiny under --policies and of random LLaMAs of 6 and 30 layers,
 seconds of the call and of the whole process, compared with transformers and kvpress; about five minutes per round.
 gguf: prompts and decoding steps of a GGUF file (--model): kvjax with the codes of the file, under a full cache and each
 policy, llama.cpp with its defaults (8-bit activations, a float16 cache), and, if --against names it, transformers with
-the decoded weights in float32.
+the decoded weights in float32. With --fill only steps, where llama.cpp reads one prompt and copies its cache to all
+rows.
 lm_eval: --model (default kvjax-tiny) in lm-evaluation-harness, on --questions of the multiple-choice tasks in --data,
 and on pieces of --text: seconds of an evaluation and of the model's part of it, with a full cache and each policy,
 compared with `--model hf` with the same weights, and whether the printed digits are equal.

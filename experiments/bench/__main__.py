@@ -61,7 +61,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_bool(
         "fill",
         False,
-        "fill caches with random numbers instead of prompts, for `decode` and `storages`",
+        "fill caches with random numbers instead of prompts, for `decode`, `storages` and `gguf`",
         flag_values=values,
     )
     text("data", None, "folder with the multiple-choice tasks, for `lm_eval`")

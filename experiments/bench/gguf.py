@@ -1,6 +1,8 @@
 """A GGUF file as people run it: llama.cpp with the file, kvjax with its codes kept; prompts and decoding steps.
 
 Transformers has no products of codes: it is measured with the decoded weights, in float32.
+
+With --fill, no prompt is measured: kvjax's caches have random keys and values, and llama.cpp reads one row's prompt.
 """
 
 import contextlib
@@ -16,9 +18,10 @@ import kvjax
 from experiments import peers
 from experiments.bench.contestants import in_turns, lengths, ours, policy_of, ratio, timed
 from experiments.bench.decode import interpreters, names_of_peers
+from experiments.bench.fill import filled_steps
 from experiments.peers.process import PeerProcess
 from kvjax import policies
-from kvjax.cache import Limits
+from kvjax.cache import CacheSpec, Limits
 from kvjax.checkpoint import gguf, locate
 from kvjax.errors import ConfigError
 from kvjax.generation.prefill import prefill
@@ -38,6 +41,10 @@ def check(values: flags.FlagValues) -> None:
         raise ConfigError(f"gguf is measured against {PEER} and {DECODED} only; got --against={other[0]}.")
     if (values.batch is None) != (not lengths(values)):
         raise ConfigError("give --batch and --context together, or neither to measure five settings.")
+    if values.fill and DECODED in names_of_peers(values.against):
+        raise ConfigError(
+            f"{DECODED} cannot run with --fill, since it reads all prompts; give --against={PEER} or none."
+        )
 
 
 def file_of(values: flags.FlagValues) -> Path:
@@ -75,9 +82,10 @@ def run(values: flags.FlagValues) -> list[JsonObject]:
                     python = interpreters(values.python).get(name)
                     peer = processes.enter_context(PeerProcess(name, own[name], python))
                     check_same(model, peer, prompt[:1, :BEGINNING])
-                    work = peers.Work(prompt, values.tokens, context, (), False)
+                    work = peers.Work(prompt, values.tokens, context, (), False, copied=values.fill)
                     steps |= {f"{name}, {kind}": side for kind, (side, _) in peer.decode(work).items()}
-                    prompts |= {f"{name}, {kind}": side for kind, side in peer.prefill(prompt).items()}
+                    if not values.fill:
+                        prompts |= {f"{name}, {kind}": side for kind, side in peer.prefill(prompt).items()}
                 rows += rows_of(values, prompt, steps, prompts)
     return rows
 
@@ -93,11 +101,16 @@ def decoded(path: Path) -> Iterator[Path]:
 def own_sides(
     model: kvjax.Model, prompt: np.ndarray, values: flags.FlagValues
 ) -> tuple[dict[str, Iterator[float]], dict[str, Iterator[float]]]:
-    """Returns the seconds of decoding steps and of prompts, of the full cache and of each policy."""
+    """Returns the seconds of decoding steps and, without --fill, of prompts, of the full cache and of each policy."""
     steps, prompts = {}, {}
     context = prompt.shape[1]
     for name in dict.fromkeys((FULL, *values.policies)):
         policy = policies.full() if name == FULL else policy_of(name, values.budget)
+        if values.fill:
+            steps[name] = filled_steps(
+                model, CacheSpec(policy), len(prompt), context, values.tokens, values.rounds, "auto"
+            )
+            continue
         steps[name] = ours(model, prompt, policy, values.tokens, restart=name == FULL)
 
         def whole(policy: policies.Policy = policy) -> object:
@@ -115,6 +128,8 @@ def rows_of(
     batch, context = prompt.shape
     rows: list[JsonObject] = []
     for kind, sides, tokens in (("decode", steps, batch), ("prompt", prompts, batch * context)):
+        if not sides:
+            continue
         times: Mapping[str, Any] = in_turns(sides, values.rounds)
         best = {}
         for peer in (PEER, DECODED):

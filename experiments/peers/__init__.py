@@ -27,6 +27,7 @@ class Work(NamedTuple):
       slots: that a step of kvjax attends to, the newest token's among them.
       policies: names of kvjax's policies that are measured.
       compile: whether compilers are tried that take minutes.
+      copied: whether a peer may read the first row's prompt only, and copy its cache to all rows; llama.cpp can.
     """
 
     prompt: np.ndarray
@@ -34,6 +35,7 @@ class Work(NamedTuple):
     slots: int
     policies: tuple[str, ...]
     compile: bool
+    copied: bool = False
 
 
 class Peer(NamedTuple):

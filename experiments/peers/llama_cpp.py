@@ -66,7 +66,11 @@ class LlamaCpp:
     def _side(self, work: Work, room: int, flash: bool) -> Iterator[float]:
         batch, length = work.prompt.shape
         context = Context(self, batch, room, flash)
-        first = context.feed(work.prompt, 0).argmax(1)
+        if work.copied:
+            first = np.repeat(context.feed(work.prompt[:1], 0).argmax(1), batch)
+            context.copy_first()
+        else:
+            first = context.feed(work.prompt, 0).argmax(1)
         while True:
             context.forget(length)
             token, place = first, length
@@ -108,7 +112,13 @@ class Context:
         self.context = self.api.llama_init_from_model(owner.model, params)
         if not self.context:
             raise ConfigError(f"llama.cpp could not create a context of {batch} rows of {room} tokens.")
-        self.batch = self.api.llama_batch_init(TOKENS, 0, 1)
+        self.rows, self.batch = batch, self.api.llama_batch_init(TOKENS, 0, 1)
+
+    def copy_first(self) -> None:
+        """Gives all rows the first one's tokens; rows have memory of their own, so that a step reads as much."""
+        memory = self.api.llama_get_memory(self.context)
+        for row in range(1, self.rows):
+            self.api.llama_memory_seq_cp(memory, 0, row, -1, -1)
 
     def forget(self, length: int) -> None:
         """Removes all tokens from position `length` on."""

