@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKERS = "os^Dv<>pX*P"
+MANY = 12  # lines of a panel, such as those of layers, from which on they have one scale of colours
+SHOWN = 5  # of many lines, in a legend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +37,25 @@ class Panel:
 
 
 def curves(panels: Sequence[Panel]) -> bytes:
-    """Draws lines in panels side by side, a colour and a marker for each label, as a PNG."""
+    """Draws lines in panels side by side, a colour and a marker for each label, as a PNG.
+
+    The lines of a panel that has `MANY` are taken to be in an order, as layers are.
+    """
     labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
     color = plots.colors(labels)
     marker = dict(zip(labels, itertools.cycle(MARKERS), strict=False))
     figure, axes = plots.new_figure(len(panels), figsize=(4.6 * len(panels), 3.8))
     for ax, panel in zip(axes[0], panels, strict=True):
         plots.style(ax, panel.title, panel.x, panel.y)
+        own = list(panel.lines)
+        many = len(own) >= MANY
+        tint = plots.gradient(own) if many else color
+        shown = {own[i * (len(own) - 1) // (SHOWN - 1)] for i in range(SHOWN)} if many else set(own)
         for label, (xs, ys) in panel.lines.items():
-            few = len(xs) <= 16
+            few = len(xs) <= 16 and not many
             ax.plot(
-                xs, ys, color=color[label], marker=marker[label] if few else None, markersize=4.5, lw=1.6, label=label,
+                xs, ys, color=tint[label], marker=marker[label] if few else None, markersize=4.5, lw=1.6,
+                label=label if label in shown else None,
                 ls=(0, (4, 3)) if label == "full" else "-",
             )  # fmt: skip
         ax.grid(axis="y", color="#e5e5e5", lw=0.8)

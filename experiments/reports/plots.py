@@ -34,6 +34,13 @@ def colors(names: Sequence[str]) -> dict[str, str]:
     return {"full": FULL_COLOR} | {name: COLORS[i % len(COLORS)] for i, name in enumerate(others)}
 
 
+def gradient(names: Sequence[str]) -> dict[str, Any]:
+    """A colour for each of many names, which change from dark to light in their order."""
+    from matplotlib import colormaps
+
+    return {name: colormaps["viridis"](i / max(1, len(names) - 1)) for i, name in enumerate(names)}
+
+
 def label_of(name: str) -> str:
     """Returns a policy's label in a plot: files without folders, a line each for policy, storage and selection."""
     parts = re.sub(r"[^\s()=,']*/", "", short(name)).split(" + ")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.config import ModelConfig
-from experiments.papers import page, verdict
+from experiments.papers import figures, page, verdict
 from experiments.papers.entry import registry
 from experiments.papers.parts import check_unique
 from experiments.papers.settings import FAST, TEXTS, Settings
@@ -142,3 +142,20 @@ def test_judges_whatever_was_measured(name, settings):
     assert f"## {name}" in text and "**Verdict: " in text and entry.published.caption in text
     if judgement.draw is not None:
         assert judgement.draw().startswith(b"\x89PNG")
+
+
+def test_many_lines_have_few_in_the_legend(monkeypatch):
+    """Those of 30 layers do not fit beside a panel."""
+    monkeypatch.setattr(figures.plots, "png", lambda figure: figure)
+    lines = {f"layer {layer}": ([1, 2], [layer, 2 * layer]) for layer in range(30)}
+    few = {name: lines[name] for name in ("layer 3", "layer 4")}
+    labels = [f"layer {layer}" for layer in (0, 7, 14, 21, 29)]
+
+    def legends(*panels) -> list[list[str]]:
+        figure = figures.curves([figures.Panel("", "", "", each) for each in panels])
+        found = [ax.get_legend() for ax in figure.axes]
+        return [[text.get_text() for text in each.get_texts()] for each in found if each]
+
+    assert legends(lines) == [labels]
+    assert legends(lines, few) == [labels, list(few)]
+    assert legends(few, few) == [list(few)]
