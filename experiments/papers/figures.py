@@ -42,19 +42,19 @@ def curves(panels: Sequence[Panel]) -> bytes:
     The lines of a panel that has `MANY` are taken to be in an order, as layers are.
     """
     labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
-    color = plots.colors(labels)
+    colors = plots.colors(labels)
     marker = dict(zip(labels, itertools.cycle(MARKERS), strict=False))
     figure, axes = plots.new_figure(len(panels), figsize=(4.6 * len(panels), 3.8))
     for ax, panel in zip(axes[0], panels, strict=True):
         plots.style(ax, panel.title, panel.x, panel.y)
         own = list(panel.lines)
         many = len(own) >= MANY
-        tint = plots.gradient(own) if many else color
+        color = plots.gradient(own) if many else colors
         shown = {own[i * (len(own) - 1) // (SHOWN - 1)] for i in range(SHOWN)} if many else set(own)
         for label, (xs, ys) in panel.lines.items():
             few = len(xs) <= 16 and not many
             ax.plot(
-                xs, ys, color=tint[label], marker=marker[label] if few else None, markersize=4.5, lw=1.6,
+                xs, ys, color=color[label], marker=marker[label] if few else None, markersize=4.5, lw=1.6,
                 label=label if label in shown else None,
                 ls=(0, (4, 3)) if label == "full" else "-",
             )  # fmt: skip

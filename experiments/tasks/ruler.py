@@ -28,7 +28,7 @@ from experiments.tasks.base import Asked, Setting
 from experiments.tasks.files import existing
 from experiments.tasks.jsonl import RULER_TOKENS, scored
 from experiments.tasks.needles import NOISE
-from experiments.tasks.spec import TaskSpec
+from experiments.tasks.spec import TaskSpec, at_least_one, check_length
 from experiments.tasks.story import story
 from experiments.tasks.words import HELD_OUT, TRAINING
 from experiments.tasks.written import Item, Written
@@ -97,8 +97,7 @@ class Ruler(TaskSpec):
     aware: bool = False
 
     def __post_init__(self) -> None:
-        if self.length < 1 or self.count < 1:
-            raise ConfigError(f"task {self.task}: length={self.length} and count={self.count} should be at least 1.")
+        at_least_one(self.task, length=self.length, count=self.count)
 
     def files(self, folder: Path | None) -> list[Path]:
         return [existing(self.task, Path(self.haystack))] if self.haystack else []
@@ -106,11 +105,7 @@ class Ruler(TaskSpec):
     def make(self, setting: Setting) -> Asked:
         kind = self.task.split("_")[0]
         new_tokens, encode = RULER_TOKENS[kind], setting.tokenizer.encode
-        if self.length + new_tokens > setting.max_length:
-            raise ConfigError(
-                f"task {self.task}: a length of {self.length} and {new_tokens} new tokens exceed the model's "
-                f"{setting.max_length}; lower length."
-            )
+        check_length(self.task, self.length, new_tokens, setting)
         items = []
         for number in range(min(self.count, setting.questions or self.count)):
 

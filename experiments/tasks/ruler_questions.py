@@ -21,7 +21,7 @@ from experiments.tasks.base import Asked, Setting
 from experiments.tasks.files import Row
 from experiments.tasks.jsonl import RULER_TOKENS, scored
 from experiments.tasks.ruler import largest
-from experiments.tasks.spec import TaskSpec, at_least_one, folder_of, room
+from experiments.tasks.spec import TaskSpec, at_least_one, check_length, folder_of
 from experiments.tasks.written import Item, Written
 from kvjax.errors import ConfigError
 
@@ -69,11 +69,7 @@ class RulerQuestions(TaskSpec):
 
     def make(self, setting: Setting) -> Asked:
         new_tokens = RULER_TOKENS["qa"]
-        if self.length > room(self.task, new_tokens, setting):
-            raise ConfigError(
-                f"task {self.task}: a length of {self.length} and {new_tokens} new tokens exceed the model's "
-                f"{setting.max_length}; lower length."
-            )
+        check_length(self.task, self.length, new_tokens, setting)
         file = self.files(setting.folder)[0]
         questions = list(SOURCES[self.task][1](file))
         if not questions:

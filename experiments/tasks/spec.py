@@ -59,6 +59,19 @@ def room(task: str, new_tokens: int, setting: Setting) -> int:
     return left
 
 
+def check_length(task: str, length: int, new_tokens: int, setting: Setting) -> None:
+    """Checks that a context and question of `length` tokens leave room for an answer.
+
+    Raises:
+      ConfigError: they do not.
+    """
+    if length + new_tokens > setting.max_length:
+        raise ConfigError(
+            f"task {task}: a length of {length} and {new_tokens} new tokens exceed the model's {setting.max_length}; "
+            "lower length."
+        )
+
+
 def folder_of(task: str, folder: Path | None) -> Path:
     """The folder of the published files.
 

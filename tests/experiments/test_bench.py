@@ -447,7 +447,7 @@ def test_llama_cpp(tmp_path):
 
 @needs("llama_cpp", "gguf")
 def test_rows_of_llama_cpp_that_are_copied(tmp_path):
-    """They continue as rows that read the prompt themselves, each from a cache of its own."""
+    """Copied rows have the logits of rows that read the prompt, also after the rows differ."""
     from experiments.peers.llama_cpp import Context, LlamaCpp
 
     model = kvjax.load("kvjax-tiny", dtype="float32")

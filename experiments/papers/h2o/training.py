@@ -27,7 +27,7 @@ def _judge(settings: Settings, found: Found) -> Judgement:
     uniform = float(look.exponent_of(look.uniform_mass(part.length)))
     mean = dict(zip(part.shares, exponent.mean(axis=1), strict=True))
     early, half = float(mean[0.1] / mean[1.0]), float(mean[0.5] / mean[1.0])
-    # Of a decoder that has not learned to attend to anything, every exponent is the same.
+    # Before a decoder learns where to attend, the exponents of all steps are alike without heavy hitters.
     heavy = float(mean[1.0] / uniform)
     lines = {
         f"layer {layer}": ([100 * share for share in part.shares], exponent[:, layer].tolist())
