@@ -29,7 +29,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 #: Policies that a single layer cannot run: their prompts are run again by the whole model.
 REPLAYED = ("kvzip", "kvgrad")
 STORAGES: dict[str, dict[str, Any]] = {
-    "dense": {}, "int8": {}, "int4": {}, "int2": {}, "integer": {"bits": 3, "group": 4}, "fp8": {}, "bfp": {},
+    "dense": {}, "fp16": {},
+    "int8": {}, "int4": {}, "int2": {}, "integer": {"bits": 3, "group": 4}, "fp8": {}, "bfp": {},
     "mxfp4": {}, "nvfp4": {}, "levels": {}, "turboquant": {}, "rotated": {"codec": storage.int4()},
     "think": {"recent": 4}, "low_rank": {"key_rank": 3, "value_rank": 4}, "kivi": {"group": 4, "residual": 8},
     "mikv": {}, "gear": {"block": 8, "rank": 2}, "kvarn": {"block": 8}, "kvquant": {}, "zipcache": {"window": 8},

@@ -77,10 +77,10 @@ without statistics, attention with statistics, and the step; --implementation co
 first_use: processes without compiled programs, and second processes that find all of them: imports, --help, a first
 generate of kvjax-tiny under --policies and of random LLaMAs of 6 and 30 layers, eight budgets of h2o; CPU and wall
 seconds of the call and of the whole process, compared with transformers and kvpress; about five minutes per round.
-gguf: prompts and decoding steps of a GGUF file (--model): kvjax with the codes of the file, under a full cache and each
-policy, llama.cpp with its defaults (8-bit activations, a float16 cache), and, if --against names it, transformers with
-the decoded weights in float32. With --fill only steps, where llama.cpp reads one prompt and copies its cache to all
-rows.
+gguf: prompts and decoding steps of a GGUF file (--model): kvjax with the codes of the file, under a full cache, each
+policy and each of --caches ("full + fp16"), llama.cpp with its defaults (8-bit activations, a float16 cache), and, if
+--against names it, transformers with the decoded weights in float32. With --fill only steps, where llama.cpp reads one
+prompt and copies its cache to all rows.
 lm_eval: --model (default kvjax-tiny) in lm-evaluation-harness, on --questions of the multiple-choice tasks in --data,
 and on pieces of --text: seconds of an evaluation and of the model's part of it, with a full cache and each policy,
 compared with `--model hf` with the same weights, and whether the printed digits are equal.

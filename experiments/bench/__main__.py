@@ -55,7 +55,7 @@ def define(values: flags.FlagValues) -> None:
     several("kinds", ",".join(KINDS), "for `kernels`: attention with statistics `none` or `mass`, and a whole `step`")
     about = (
         "a cache to measure, for `selections`, `storages` and `answers`; default all. For `prefill`, a selection of a "
-        "full cache"
+        'full cache; for `gguf`, a policy with a storage, such as "h2o + fp16"'
     )
     flags.DEFINE_multi_string("caches", [], about, flag_values=values)
     flags.DEFINE_bool(

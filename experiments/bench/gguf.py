@@ -15,10 +15,11 @@ import numpy as np
 from absl import flags
 
 import kvjax
-from experiments import peers
+from experiments import peers, specs
 from experiments.bench.contestants import in_turns, lengths, ours, policy_of, ratio, timed
 from experiments.bench.decode import interpreters, names_of_peers
 from experiments.bench.fill import filled_steps
+from experiments.config import ExperimentConfig, PolicyConfig
 from experiments.peers.process import PeerProcess
 from kvjax import policies
 from kvjax.cache import CacheSpec, Limits
@@ -36,7 +37,8 @@ BEGINNING, COMPARED = 8, 120  # tokens of a prompt, and of the text that the mod
 
 
 def check(values: flags.FlagValues) -> None:
-    """Raises ConfigError if another peer is named, or the flags do not go with each other."""
+    """Raises KvjaxError if another peer is named, a cache is not valid, or the flags do not go with each other."""
+    caches(values)
     if other := [name for name in names_of_peers(values.against) if name not in (PEER, DECODED)]:
         raise ConfigError(f"gguf is measured against {PEER} and {DECODED} only; got --against={other[0]}.")
     if (values.batch is None) != (not lengths(values)):
@@ -101,24 +103,32 @@ def decoded(path: Path) -> Iterator[Path]:
 def own_sides(
     model: kvjax.Model, prompt: np.ndarray, values: flags.FlagValues
 ) -> tuple[dict[str, Iterator[float]], dict[str, Iterator[float]]]:
-    """Returns the seconds of decoding steps and, without --fill, of prompts, of the full cache and of each policy."""
+    """Returns the seconds of decoding steps and, without --fill, of prompts, of each of `caches`."""
     steps, prompts = {}, {}
     context = prompt.shape[1]
-    for name in dict.fromkeys((FULL, *values.policies)):
-        policy = policies.full() if name == FULL else policy_of(name, values.budget)
+    for name, spec in caches(values).items():
         if values.fill:
-            steps[name] = filled_steps(
-                model, CacheSpec(policy), len(prompt), context, values.tokens, values.rounds, "auto"
-            )
+            steps[name] = filled_steps(model, spec, len(prompt), context, values.tokens, values.rounds, "auto")
             continue
-        steps[name] = ours(model, prompt, policy, values.tokens, restart=name == FULL)
+        steps[name] = ours(model, prompt, spec, values.tokens, restart=spec.policy.budget is None)
 
-        def whole(policy: policies.Policy = policy) -> object:
+        def whole(spec: CacheSpec = spec) -> object:
             limits = Limits(context, 1, shortest=context)
-            return prefill(model, prompt, policy, max_new_tokens=1, limits=limits).state
+            return prefill(model, prompt, spec, max_new_tokens=1, limits=limits).state
 
         prompts[name] = timed(whole)
     return steps, prompts
+
+
+def caches(values: flags.FlagValues) -> dict[str, CacheSpec]:
+    """Returns the caches of kvjax by name: the full one, those of --policies, and those of --caches.
+
+    Raises:
+      KvjaxError: a text of --caches is not valid.
+    """
+    found = {name: CacheSpec(policy_of(name, values.budget)) for name in dict.fromkeys((FULL, *values.policies))}
+    config = ExperimentConfig(policy=PolicyConfig(budget=values.budget))
+    return found | {text: specs.baseline(config, text) for text in values.caches}
 
 
 def rows_of(

@@ -49,6 +49,10 @@ class Coded(flax.struct.PyTreeNode, kw_only=True):
         """Returns the vectors, [B, K, S, D] in `dtype`."""
         return within(self.codec.decode(self.parts, self.side, self.dim), self.dtype)
 
+    def floats(self) -> Array | None:
+        """Returns the vectors [B, K, S, D] as the cache holds them, where that is an array of any dtype of floats."""
+        return self.codec.floats(self.parts)
+
     def of_slots(self, take: Callable[[Array], Array]) -> "Coded":
         """Returns some of the slots; `take` is given each part, [B, K, S, ...]."""
         return self.replace(parts={name: take(part) for name, part in self.parts.items()})
@@ -57,3 +61,8 @@ class Coded(flax.struct.PyTreeNode, kw_only=True):
 def as_array(x: T | Coded) -> T | Array:
     """Decodes what is coded, and returns anything else as it is."""
     return x.decode() if isinstance(x, Coded) else x
+
+
+def floats_of(x: Array | Coded) -> Array | None:
+    """Returns an array of vectors in any dtype of floats, without decoding anything; None where that is needed."""
+    return x.floats() if isinstance(x, Coded) else x

@@ -150,10 +150,12 @@ ffi::Error RunAttendOf(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32> query, ffi::
                              output->typed_data(), lse->typed_data(), rows, queries, scale});
     return ffi::Error::Success();
   };
-  if (key.element_type() == ffi::F32 && value.element_type() == ffi::F32) return run(static_cast<float*>(nullptr));
-  if (key.element_type() == ffi::BF16 && value.element_type() == ffi::BF16)
-    return run(static_cast<BFloat16*>(nullptr));
-  return ffi::Error::InvalidArgument("keys and values must be float32 or bfloat16");
+  if (key.element_type() != value.element_type())
+    return ffi::Error::InvalidArgument("keys and values must be of the same type");
+  if (key.element_type() == ffi::F32) return run(static_cast<float*>(nullptr));
+  if (key.element_type() == ffi::BF16) return run(static_cast<BFloat16*>(nullptr));
+  if (key.element_type() == ffi::F16) return run(static_cast<Float16*>(nullptr));
+  return ffi::Error::InvalidArgument("keys and values must be float32, bfloat16 or float16");
 }
 
 ffi::Error RunAttend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer key, ffi::AnyBuffer value,

@@ -14,8 +14,9 @@ from kvjax.products import native
 
 Array = jax.Array
 MIN_PART = 192  # smallest number of inputs of one part of a split product
-#: Of the dtypes that the native form reads.
+#: Of the weights that the native form reads, and of the caches.
 NATIVE_DTYPES = ("float32", "bfloat16")
+CACHE_DTYPES = (*NATIVE_DTYPES, "float16")
 
 
 Shaped = jax.ShapeDtypeStruct | Array

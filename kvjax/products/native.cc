@@ -240,7 +240,8 @@ ffi::Error RunSlotsOf(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32> x, ffi::AnyBu
   };
   if (w.element_type() == ffi::F32) return run(w.typed_data<float>());
   if (w.element_type() == ffi::BF16) return run(static_cast<const BFloat16*>(w.untyped_data()));
-  return ffi::Error::InvalidArgument("a cache must be float32 or bfloat16");
+  if (w.element_type() == ffi::F16) return run(static_cast<const Float16*>(w.untyped_data()));
+  return ffi::Error::InvalidArgument("a cache must be float32, bfloat16 or float16");
 }
 
 ffi::Error RunSlots(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> used,

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from kvjax.products import native
 from kvjax.products.choice import MAX_ROWS, runs_native
-from kvjax.products.forms import NATIVE_DTYPES, Shaped, dot
+from kvjax.products.forms import CACHE_DTYPES, Shaped, dot
 
 Array = jax.Array
 #: Numbers of each cache that `slots_product` pays for, whatever the number of caches, on which nothing may depend.
@@ -28,7 +28,7 @@ def reads_used_slots(x: Shaped, cache: Shaped) -> bool:
     """
     *_, slots, dim = cache.shape
     few = 0 < x.shape[-2] <= MAX_ROWS and slots * dim >= MIN_CACHE
-    return few and cache.dtype.name in NATIVE_DTYPES and runs_native() and native.load(native.SLOTS) is None
+    return few and cache.dtype.name in CACHE_DTYPES and runs_native() and native.load(native.SLOTS) is None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
@@ -106,7 +106,9 @@ def _attend_jvp(
 
     def plain(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
         # [*batch, G * n, S]
-        logits = jnp.where(mask, scale * dot(query, key, True, jnp.float32), jnp.finfo(jnp.float32).min)
+        logits = jnp.where(
+            mask, scale * dot(query, key.astype(query.dtype), True, jnp.float32), jnp.finfo(jnp.float32).min
+        )
         # [*batch, G * n, 1]
         top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         # [*batch, G * n, S]

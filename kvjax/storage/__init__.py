@@ -12,6 +12,7 @@ from kvjax.storage.dense import dense
 from kvjax.storage.dims import Chain, Dims, chain
 from kvjax.storage.fitting import kmeans_levels
 from kvjax.storage.fp8 import Fp8, Fp8Layers, fp8
+from kvjax.storage.fp16 import Fp16, fp16
 from kvjax.storage.gear import Gear, gear
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
@@ -47,6 +48,7 @@ STORAGES: Registry[Storage] = Registry(
     StorageError,
     {
         "dense": dense,
+        "fp16": fp16,
         "int8": int8,
         "int4": int4,
         "int2": int2,
@@ -89,12 +91,12 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "STORAGES", "Balance", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "ChannelRoots", "Channels", "Codec",
-    "Dims", "Divided", "Exact", "Fp8", "Fp8Layers", "Gear", "Halves", "Integer", "Joint", "JointBlocks", "Levels",
-    "LowRank", "Merged", "Mxfp4", "Nvfp4", "Pairs", "Permuted", "PromptView", "Rotated", "Samples", "Scaled",
+    "Dims", "Divided", "Exact", "Fp8", "Fp8Layers", "Fp16", "Gear", "Halves", "Integer", "Joint", "JointBlocks",
+    "Levels", "LowRank", "Merged", "Mxfp4", "Nvfp4", "Pairs", "Permuted", "PromptView", "Rotated", "Samples", "Scaled",
     "SegmentCodec", "Segments", "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "VarianceNormalized",
-    "accepts", "bfp", "blocks", "breakdown", "by_name", "chain", "cskv", "dense", "fp8", "gear", "int2", "int4", "int8",
-    "integer", "kivi", "kmeans_levels", "kv_heads", "kvarn", "kvquant", "levels", "low_rank", "merged_vectors", "mikv",
-    "minicache", "mxfp4", "names", "nbytes", "normal_levels", "nvfp4", "pack", "pairs", "permuted", "ratios", "read",
-    "replay", "rotated", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack",
+    "accepts", "bfp", "blocks", "breakdown", "by_name", "chain", "cskv", "dense", "fp8", "fp16", "gear", "int2", "int4",
+    "int8", "integer", "kivi", "kmeans_levels", "kv_heads", "kvarn", "kvquant", "levels", "low_rank", "merged_vectors",
+    "mikv", "minicache", "mxfp4", "names", "nbytes", "normal_levels", "nvfp4", "pack", "pairs", "permuted", "ratios",
+    "read", "replay", "rotated", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack",
     "zipcache",
 ]  # fmt: skip

@@ -75,11 +75,23 @@ class Codec:
         """
         return None
 
+    def floats(self, parts: Parts) -> Array | None:
+        """Returns vectors as an array of floating-point numbers of any dtype; None = they are not held as such.
+
+        Args:
+          parts: [..., *shape] of the vectors.
+
+        Returns:
+          [..., dim], whose numbers are those of `decode`.
+        """
+        return None
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "decode" in vars(cls) and "affine" not in vars(cls):
+        if "decode" in vars(cls):
             # What is inherited describes how another class decodes.
-            cls.affine = Codec.affine  # type: ignore[method-assign]
+            for name in {"affine", "floats"} - set(vars(cls)):
+                setattr(cls, name, getattr(Codec, name))
 
     def bound(self, kv_heads: int) -> "Codec":
         """Returns the codec for a layer of `kv_heads` KV heads; parts of a joint one depend on it.

@@ -10,7 +10,7 @@ from kvjax.kernels import forms
 from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode import coded
 from kvjax.products import native
-from kvjax.storage import Bfp, Fp8, Integer, Levels, Mxfp4, Nvfp4, Permuted, Rotated, Sparse, TurboQuant
+from kvjax.storage import Bfp, Fp8, Fp16, Integer, Levels, Mxfp4, Nvfp4, Permuted, Rotated, Sparse, TurboQuant
 from kvjax.storage.hadamard import block_size
 from kvjax.storage.scaled import Scaled
 from kvjax.storage.side import Side
@@ -20,6 +20,8 @@ B, K = 2, 3
 ORDER = tuple(np.random.default_rng(0).permutation(48).tolist())
 #: Codec and features of a head: one group, several, groups that end within a register, an odd number of features.
 CASES = {
+    "fp16": (Fp16(), 64),
+    "fp16, an odd head": (Fp16(), 67),
     "int8": (Integer(8), 64),
     "int8, an odd head": (Integer(8), 33),
     "int8, groups of 40": (Integer(8), 80),
@@ -87,7 +89,8 @@ def test_codes_are_multiplied_as_what_they_decode_to(name, own_code):
     for slots, rows in ((1, 1), (70, 3), (2100, 7)):
         assert_products(run, *operands(codec, dim, slots), rows)
     text = run.lower(jnp.ones((B, K, 7, dim)), operand := operands(codec, dim, 70)[0], transposed=True).as_text()
-    assert native.CODED_VECTORS in text and operand.shape == (B, K, 70, dim)
+    called = native.SLOTS if isinstance(codec, Fp16) else native.CODED_VECTORS
+    assert called in text and operand.shape == (B, K, 70, dim)
 
 
 @pytest.mark.sampled(3)
@@ -169,6 +172,18 @@ def test_what_cannot_be_read_is_decoded_with_a_reason(codec, dim, reason, own_co
         "multiplied as they are over the slots in use, by up to 64 rows",
     ]
     assert coded.way(Integer(8), 64, "float32", 5000, "gpu", grows=True) == "decoded 1024 at a time"
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["keys", "values"])
+def test_every_number_in_float16_is_read_as_it_is(transposed, own_code):
+    """Subnormal ones too, which a processor may be told to take for 0."""
+    # [1, 16, 64, 64]
+    held = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(1, 16, 64, 64)
+    held = np.where(np.isfinite(held), held, np.float16(0))
+    operand = Coded(parts={"numbers": jnp.asarray(held)}, codec=Fp16(), dim=64, dtype=jnp.dtype("float32"))
+    one_of_each = jnp.broadcast_to(jnp.eye(64), held.shape)
+    got = np.asarray(jax.jit(coded.product, static_argnames="transposed")(one_of_each, operand, transposed=transposed))
+    np.testing.assert_array_equal(np.swapaxes(got, 2, 3) if transposed else got, held)
 
 
 def test_every_code_is_finite(own_code):

@@ -119,13 +119,15 @@ CODECS = {
     "int2": replay.integer(2),
     "integer": replay.integer(3, 4),
     "fp8": replay.fp8(),
-} | {name: of_reference(storage.by_name(name).key) for name in ("bfp", "mxfp4", "nvfp4", "levels", "turboquant")}
+} | {
+    name: of_reference(storage.by_name(name).key) for name in ("fp16", "bfp", "mxfp4", "nvfp4", "levels", "turboquant")
+}
 CODECS["rotated"] = of_reference(storage.Rotated(storage.Integer(4)))
 INTEGERS = ("int8", "int4", "int2", "integer", "bfp", "turboquant", "rotated")
-FAMILIES = dict.fromkeys(INTEGERS, "integers") | dict.fromkeys(("fp8", "mxfp4", "nvfp4", "levels"), "floats")
+FAMILIES = dict.fromkeys(INTEGERS, "integers") | dict.fromkeys(("fp16", "fp8", "mxfp4", "nvfp4", "levels"), "floats")
 MIXED = (
     ("int8", "fp8"), ("fp8", "int4"), ("int2", "fp8"), ("fp8", "integer"), ("mxfp4", "turboquant"), ("bfp", "levels"),
-    ("rotated", "nvfp4"),    ("dense", "dense"),
+    ("rotated", "nvfp4"), ("fp16", "int8"), ("dense", "dense"),
 )  # fmt: skip
 
 

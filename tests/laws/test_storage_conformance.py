@@ -22,6 +22,7 @@ from kvjax.storage import (
     Codec,
     Exact,
     Fp8,
+    Fp16,
     Integer,
     Levels,
     Mxfp4,
@@ -56,6 +57,7 @@ CODECS = {
 } | {
     name: (codec, of_reference(codec))
     for name, codec in {
+        "fp16": Fp16(),
         "bfp": Bfp(6, 4),
         "mxfp4": Mxfp4(4),
         "nvfp4": Nvfp4(8),
@@ -129,7 +131,7 @@ CASES = covering(
     [Case(*each) for each in itertools.product(OURS, MIXED, (0, 3, TOTAL), (None, BLOCK), HEADS)], Case.covers
 )
 # A step does not know the codec: with the others, policies of three kinds are enough.
-MORE = (("turboquant", "mxfp4"), ("bfp", "permuted"), ("sparse", "levels"), ("rotated", "nvfp4"))
+MORE = (("fp16", "levels"), ("turboquant", "mxfp4"), ("bfp", "permuted"), ("sparse", "levels"), ("rotated", "nvfp4"))
 CASES += covering(
     [
         Case(*each)

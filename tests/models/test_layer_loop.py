@@ -19,7 +19,7 @@ from kvjax.generation.prefill import prefill
 from kvjax.generation.sampling import Greedy
 from kvjax.models import layer_loop
 from kvjax.models.decoder import Decoder
-from kvjax.products import native
+from kvjax.products import libraries, native, used_slots
 from tests import examples
 from tests.tiny import in_stacks, random_tokens, tiny
 
@@ -33,6 +33,7 @@ SPECS = {
     "int4": CacheSpec(examples.policy("h2o"), storage=examples.held("int4")),
     "int8": CacheSpec(policies.full(), storage=examples.held("int8")),
     "fp8": CacheSpec(examples.policy("h2o"), storage=examples.held("fp8")),
+    "fp16": CacheSpec(policies.full(), storage=examples.held("fp16")),
     "kivi": CacheSpec(policies.full(), storage=examples.held("kivi")),
     "think": CacheSpec(policies.full(), storage=examples.held("think")),
     "heads differ, int4": CacheSpec(
@@ -309,13 +310,19 @@ def program(layers: int, name: str) -> str:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["h2o", "int4", "int8", "fp8"])
-def test_a_program_does_not_grow_with_layers_and_copies_no_stack(name):
+@pytest.mark.parametrize("name", ["h2o", "int4", "int8", "fp8", "fp16"])
+def test_a_program_does_not_grow_with_layers_and_copies_no_stack(name, monkeypatch):
+    monkeypatch.setattr(used_slots, "MIN_CACHE", 64)  # more than the new token has, fewer than a cache
     few, many = program(3, name), program(6, name)
     assert few.count(" fusion(") == many.count(" fusion(") > 0
     # No copy of the keys, values, positions or statistics of all layers, [B, L, K, S, ...]
     assert re.findall(r"= \w+\[2,6,2,\d+[\d,]*\]\S* copy\(", many) == []
     if name != "h2o":
-        # Products read codes in their stacks.
-        assert f'"{native.INDEXED_CODED_VECTORS}"' in many
-        assert f'"{native.CODED_VECTORS}"' not in many
+        # What is held is read in its stacks.
+        whole, of_one = (
+            (libraries.INDEXED_ATTEND, native.ATTEND)
+            if name == "fp16"
+            else (native.INDEXED_CODED_VECTORS, native.CODED_VECTORS)
+        )
+        assert f'"{whole}"' in many
+        assert f'"{of_one}"' not in many

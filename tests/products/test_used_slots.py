@@ -12,7 +12,7 @@ from kvjax import policies, products, storage
 from kvjax.cache import Limits
 from kvjax.products import choice, native, used_slots
 from kvjax.products.codes import codes_product
-from kvjax.products.forms import dot
+from kvjax.products.forms import CACHE_DTYPES, dot
 from kvjax.products.used_slots import attend_slots, slots_product
 from kvjax.serve import Request, Runner
 from kvjax.storage import Fp8, Integer, TurboQuant
@@ -44,7 +44,7 @@ def run(x, cache, used, transposed):
 @pytest.mark.parametrize("transposed", [False, True], ids=IDS)
 def test_the_first_slots_are_multiplied_and_no_others_are_read(transposed, width):
     for rows, count, dim in SHAPES:
-        for dtype in ("float32", "bfloat16"):
+        for dtype in CACHE_DTYPES:
             x, cache, used = operands(rows, count, dim, transposed, dtype)
             got = run(x, cache, used, transposed)
             for number, live in enumerate(np.asarray(used)):
@@ -97,7 +97,7 @@ def attention(rows, count, dim, dtype="float32", queries=1):
 def test_attention_is_that_of_the_slots_that_are_seen(queries, width):
     for heads, count, dim in SHAPES:
         rows = heads if queries == 1 else heads % 4 * queries + queries
-        for dtype in ("float32", "bfloat16"):
+        for dtype in CACHE_DTYPES:
             query, key, value, seen, used = attention(rows, count, dim, dtype, queries)
             output, lse = attend_slots(query, key, value, seen, used, 0.5)
             np.testing.assert_array_equal(output[0], 0)
@@ -140,13 +140,15 @@ def test_a_query_of_a_block_gets_the_bits_that_it_gets_alone(dim, width):
 
 
 @pytest.mark.parametrize("queries", [1, 2])
-def test_gradients_of_attention(queries):
-    query, key, value, seen, used = attention(4, 40, 16, queries=queries)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients_of_attention(queries, dtype):
+    query, key, value, seen, used = attention(4, 40, 16, dtype, queries=queries)
     key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
     # [3, 4, 40]
     mask = jnp.tile(seen, (1, 4 // queries, 1))
 
     def plain(query, key, value):
+        key, value = key.astype(jnp.float32), value.astype(jnp.float32)
         logits = jnp.where(mask, 0.5 * dot(query, key, True, jnp.float32), -1e30)
         return dot(jnp.where(mask, jax.nn.softmax(logits), 0.0), value, False, jnp.float32)
 
@@ -154,8 +156,10 @@ def test_gradients_of_attention(queries):
         return jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), (0, 1, 2))(query, key, value)
 
     own = gradient(lambda *x: attend_slots(*x, seen, used, 0.5)[0])
+    atol = 1e-5 if dtype == "float32" else 2e-3
     for got, expected in zip(own, gradient(plain), strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-5)
+        assert got.dtype == expected.dtype
+        np.testing.assert_allclose(got, expected, atol=atol)
 
 
 @pytest.mark.sampled(4)
@@ -205,7 +209,9 @@ PROMPT, NEW = random_tokens(1, 9, seed=1)[0], 6
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("held", [storage.dense(), storage.int8(), storage.turboquant(4)], ids=lambda held: held.name)
+@pytest.mark.parametrize(
+    "held", [storage.dense(), storage.fp16(), storage.int8(), storage.turboquant(4)], ids=lambda held: held.name
+)
 def test_attention_does_not_depend_on_the_allocated_slots(small_caches, held):
     """Nor on the batch: the same tokens and log-probabilities, bit for bit."""
     model = tiny(layers=1).model

@@ -33,6 +33,14 @@ def stored(x: float, dtype: str) -> tuple[float, float]:
     return max(-largest, min(rounded, largest)), abs(steps - math.floor(steps) - 0.5)
 
 
+def encode_fp16(x: Array) -> Encoded:
+    """x: [n, D]."""
+    rounded = [[stored(number, "float16") for number in vector] for vector in x.astype(np.float64).tolist()]
+    # A number that the dtype has is as far from a tie as can be.
+    near = min(tie for row in rounded for _, tie in row)
+    return Encoded({"numbers": np.array([[number for number, _ in row] for row in rounded])}, near)
+
+
 def pack(codes: list[int], bits: int) -> list[int]:
     """The bytes of one vector's codes, bit by bit."""
     stream = [code >> bit & 1 for code in codes for bit in range(bits)]

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.storage import Bfp, Codec, Fp8, Integer, Levels, Mxfp4, Nvfp4, Permuted, Rotated, Sparse, TurboQuant
+from kvjax.storage import Bfp, Codec, Fp8, Fp16, Integer, Levels, Mxfp4, Nvfp4, Permuted, Rotated, Sparse, TurboQuant
 from tests.reference import codecs, formats
 from tests.reference import replay as law
 from tests.reference.codecs import Encoded
 
 DTYPES = ("float32", "bfloat16", "float16")
 MARGIN = 1e-4  # of a step: float32 and float64 round the same way from here on
-INTEGERS = ("codes", "exponent", "group_scale", "index")  # parts that are equal, not merely near
+EQUAL = ("codes", "exponent", "group_scale", "index", "numbers")  # parts that are equal, not merely near
 
 
 @functools.lru_cache
@@ -49,6 +49,8 @@ def _parts(codec: Codec, dtype: str, x: np.ndarray, kept: np.ndarray | None) -> 
     match codec:
         case Integer(bits, group):
             return codecs.encode_integer(x, bits, group, dtype, kept)
+        case Fp16():
+            return codecs.encode_fp16(whole)
         case Fp8(scale):
             return codecs.encode_fp8(whole, scale, dtype)
         case Bfp(bits, group):
@@ -74,6 +76,8 @@ def _numbers(codec: Codec, parts: Mapping[str, np.ndarray], dim: int) -> np.ndar
     match codec:
         case Integer(bits):
             return codecs.decode_integer(parts, bits, dim)
+        case Fp16():
+            return parts["numbers"].astype(np.float64)
         case Fp8(scale):
             return codecs.decode_fp8(parts, scale)
         case Bfp(bits):
@@ -107,8 +111,8 @@ def compare(codec: Codec, dtype: str, x: np.ndarray, parts: dict[str, np.ndarray
     for name, part in got.items():
         shape, kind = codec.parts(dim, dtype)[name]
         assert part.shape == (*x.shape[:-1], *shape) and part.dtype == kind
-        if name in INTEGERS:
-            np.testing.assert_array_equal(part, own[name])
+        if name in EQUAL:
+            np.testing.assert_array_equal(part.astype(np.float64), own[name])
         else:
             unit = 2.0 ** -codecs.FORMATS[dtype][0]
             # Large numbers of a vector may cancel each other when they are added up.

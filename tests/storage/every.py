@@ -27,6 +27,7 @@ LAYERS = 2  # the last of which is run; it is the upper one of a pair
 
 HELD: dict[str, Storage] = {
     "dense": storage.dense(),
+    "fp16": storage.fp16(residual=3),
     "int8": storage.int8(),
     "int4": storage.int4(residual=3),
     "int2": storage.int2(4),

@@ -17,6 +17,7 @@ from kvjax.storage import (
     Codec,
     Exact,
     Fp8,
+    Fp16,
     Integer,
     Levels,
     Mxfp4,
@@ -42,6 +43,8 @@ NORMAL_FLOAT = Sparse(Levels(4), 1)
 
 #: Codecs, sizes of vectors (primes, groups that do not divide, one channel), and dtypes of parameters.
 CASES = [
+    (Fp16(), 17, "float32"), (Fp16(), 24, "bfloat16"), (Sparse(Fp16(), 1), 16, "float32"),
+    (Rotated(Fp16(), 2), 24, "bfloat16"),
     (Bfp(8, 32), 24, "float32"), (Bfp(5, 4), 20, "bfloat16"), (Bfp(2, 8), 13, "float16"), (Bfp(4, 3), 1, "float32"),
     (Mxfp4(32), 17, "float32"), (Mxfp4(8), 64, "bfloat16"), (Mxfp4(), 1, "float16"),
     (Nvfp4(), 64, "bfloat16"), (Nvfp4(8), 24, "float16"), (Nvfp4(), 17, "float32"), (Nvfp4(), 1, "float32"),
@@ -165,6 +168,11 @@ def test_bytes_do_not_depend_on_the_program(codec, dim):
         np.testing.assert_array_equal(bits_of(part[7]), bits_of(alone[name]))
 
 
+def large(kind: jnp.dtype) -> float:
+    """A large number of a dtype of floats."""
+    return min(1e30, float(jnp.finfo(kind).max))
+
+
 def test_bytes_of_255_decode_to_finite_numbers():
     """The content of an empty slot must not make a sum NaN, even with a weight of 0."""
     codecs = [*(codec for codec, dim, _ in CASES if dim != 1), Integer(4), Fp8(), Fp8(0.5)]
@@ -173,7 +181,7 @@ def test_bytes_of_255_decode_to_finite_numbers():
     def decode(codec: Codec) -> jax.Array:
         dim = len(codec.order) if isinstance(codec, Permuted) else 16
         parts = {
-            name: jnp.full((2, *shape), 255 if np.issubdtype(kind, np.integer) else 1e30, kind)
+            name: jnp.full((2, *shape), 255 if np.issubdtype(kind, np.integer) else large(kind), kind)
             for name, (shape, kind) in codec.parts(dim, "float32").items()
         }
         return codec.decode(parts, None, dim)

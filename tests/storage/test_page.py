@@ -46,6 +46,7 @@ YES, NO = "yes", "refused"
 JOINT = ["yes", "only one by position", "only window, tova", NO, YES, YES]
 #: What goes with `full`, a prompt compressor, eviction while decoding, merges, positions="cache" and prefill_block.
 COMPOSES = {
+    "fp16": [YES] * 6,
     "integer": [YES] * 6, "fp8": [YES] * 6, "bfp": [YES] * 6, "mxfp4": [YES] * 6, "kvquant": [YES] * 6,
     "turboquant": [YES] * 6, "levels": [YES] * 6, "kivi": [YES, YES, NO, NO, YES, YES],
     "nvfp4": [YES] * 6, "rotated": [YES] * 6, "kvarn": [YES, YES, NO, NO, YES, YES],

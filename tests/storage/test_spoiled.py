@@ -24,7 +24,8 @@ def optimised():
 def filled(leaf: Array, live: Array) -> Array:
     """Spoils what is not live: leaf [B, K, ...], live its leading axes or all of the next one's entries."""
     live = jnp.broadcast_to(live.reshape(*live.shape, *(1,) * (leaf.ndim - live.ndim)), leaf.shape)
-    return jnp.where(live, leaf, jnp.asarray(CODE if leaf.dtype == jnp.uint8 else NUMBER, leaf.dtype))
+    spoiled = CODE if leaf.dtype == jnp.uint8 else min(NUMBER, float(jnp.finfo(leaf.dtype).max))
+    return jnp.where(live, leaf, jnp.asarray(spoiled, leaf.dtype))
 
 
 def spoil(layer: LayerKV, held: every.Storage) -> LayerKV:

@@ -15,6 +15,7 @@ from kvjax.storage import Codec, Exact, Integer, Storage, pack, store, unpack
 
 STORAGES = {
     "dense": storage.dense(),
+    "fp16": storage.fp16(residual=4),
     "int8": storage.int8(),
     "int4": storage.int4(residual=3),
     "int2": storage.int2(32),
@@ -121,7 +122,8 @@ def test_a_store_of_slots(name, dtype):
 def test_bytes_of_the_definition():
     """Bytes of a slot of 128 channels in bfloat16, which is 512 bytes."""
     sizes = {
-        storage.dense(): 512, storage.int8(): 272, storage.int4(): 144, storage.int2(32): 96, storage.fp8(): 260,
+        storage.dense(): 512, storage.fp16(): 512,
+        storage.int8(): 272, storage.int4(): 144, storage.int2(32): 96, storage.fp8(): 260,
         storage.fp8(1): 256, storage.bfp(): 264, storage.mxfp4(): 136, storage.nvfp4(): 148,
         storage.nvfp4(scale=1): 144, storage.rotated(storage.int4()): 144, storage.turboquant(4): 132,
         storage.turboquant(3): 100, storage.turboquant(2): 68, storage.levels(3): 2 * (48 + 4),
@@ -166,6 +168,7 @@ def test_equal_arguments_are_equal_storages():
     assert storage.levels(4, storage.normal_levels(4)) == storage.levels(4) == storage.by_name("levels")
     named = {
         "dense",
+        "fp16",
         "int8",
         "int4",
         "int2",
@@ -258,7 +261,10 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.sparse(storage.kivi(), 1), "sparse: storage kivi.* holds blocks of tokens"),
         (lambda: storage.int4(bits=4), "int4\\(\\).* it accepts group, residual"),
         (lambda: storage.dense(residual=3), "residual=3 is for memory='host'"),
-        (lambda: storage.by_name("int3"), r"'int3'; did you mean 'int.'\? known storages: bfp, .*dense, fp8, .*int2"),
+        (
+            lambda: storage.by_name("int3"),
+            r"'int3'; did you mean 'int.'\? known storages: bfp, .*dense, .*int2",
+        ),
         (lambda: storage.accepts("int3"), "known storages: bfp, .*dense"),
         (lambda: storage.by_name("int8", bits=8), "it accepts group"),
         (lambda: Storage(key=storage.int4(), value=Exact()), "must be codecs, such as"),

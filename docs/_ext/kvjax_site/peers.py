@@ -66,6 +66,7 @@ NAMES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "chunkkv": ((KVPRESS, "ChunkKVPress", "keeps only whole chunks"),),
     "duo_attention": ((KVPRESS, "DuoAttentionPress", "masks what it evicts, so that no memory is freed"),),
     "think": ((KVPRESS, "ThinKPress", "sets channels to 0, so that no memory is freed"),),
+    "fp16": ((LLAMA_CPP, "--cache-type-k f16 --cache-type-v f16", "its default"),),
     "int8": ((LLAMA_CPP, "--cache-type-k q8_0 --cache-type-v q8_0", "a scale for 32 channels, no zero"),),
     "int4": (
         (LLAMA_CPP, "--cache-type-k q4_1 --cache-type-v q4_1", "a scale and a zero for 32 channels"),

@@ -1,7 +1,7 @@
 """Products of a few rows with keys or values as a cache holds them.
 
-On CPUs kvjax's own code multiplies by the codes. Elsewhere, and where that code cannot run, a loop decodes some slots
-at a time: a decoded copy of a long cache would be written to memory and read again.
+On CPUs kvjax's own code multiplies by the codes, or by numbers of 16 bits. Elsewhere, and where that code cannot run, a
+loop decodes some slots at a time: a decoded copy of a long cache would be written to memory and read again.
 """
 
 import functools
@@ -15,6 +15,8 @@ from jax.typing import DTypeLike
 from kvjax import products
 from kvjax.kernels.coded import Coded
 from kvjax.products import codes, native
+from kvjax.products.forms import CACHE_DTYPES
+from kvjax.products.used_slots import reads_used_slots, slots_product
 from kvjax.storage.base import Codec
 
 Array = jax.Array
@@ -63,10 +65,18 @@ def _product(x: Array, operand: Coded, used: Array | None, transposed: bool, dty
         assert vectors is not None
         return codes.codes_product(x, vectors, transposed=transposed, used=used).astype(dtype)
 
-    rows = math.prod(x.shape[2:-1])
+    def by_floats(x: Array, operand: Coded, used: Array | None) -> Array:
+        held = operand.floats()
+        assert held is not None
+        every = jnp.full(held.shape[:2], held.shape[2], jnp.int32)
+        return slots_product(x, held, every if used is None else used, transposed, dtype)
+
+    rows, floats = math.prod(x.shape[2:-1]), operand.floats()
     few = rows <= products.MAX_ROWS and products.runs_native()
     on_cpu: Callable[[Array, Coded, Array | None], Array] = functools.partial(by_chunks, chunk=CHUNKS[CPU])
-    if few and refuses(operand.codec, operand.dim, operand.dtype) is None:
+    if floats is not None and reads_used_slots(x, floats):
+        on_cpu = by_floats
+    elif few and floats is None and refuses(operand.codec, operand.dim, operand.dtype) is None:
         on_cpu = by_codes
     elif operand.shape[2] <= AT_ONCE * min(CHUNKS[CPU], CHUNK):
         return by_chunks(x, operand, used)
@@ -110,14 +120,26 @@ def way(codec: Codec, dim: int, dtype: DTypeLike, slots: int, platform: str, gro
 
 
 def refuses(codec: Codec, dim: int, dtype: DTypeLike) -> str | None:
-    """Returns why the codes of a codec cannot be multiplied by on a CPU, or None.
+    """Returns why what a codec holds cannot be multiplied by on a CPU without decoding it, or None.
 
     Args:
       codec: of single vectors.
       dim: their features.
       dtype: the model's.
     """
-    return _other_codes(codec, dim, jnp.dtype(dtype)) or native.load(native.CODED_VECTORS)
+    floats = _floats(codec, dim, jnp.dtype(dtype))
+    if floats is None:
+        return _other_codes(codec, dim, jnp.dtype(dtype)) or native.load(native.CODED_VECTORS)
+    if floats not in CACHE_DTYPES:
+        return f"it holds numbers in {floats}, not in {' or '.join(CACHE_DTYPES)}"
+    return native.load(native.SLOTS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _floats(codec: Codec, dim: int, dtype: jnp.dtype) -> str | None:
+    """Returns the name of the dtype of a codec that holds floating-point numbers, or None; see `Codec.floats`."""
+    found = jax.eval_shape(codec.floats, _shapes(codec, dim, dtype))
+    return None if found is None else str(found.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -135,11 +157,13 @@ def _other_codes(codec: Codec, dim: int, dtype: jnp.dtype) -> str | None:
         vectors = codec.affine(parts, None, dim)
         reasons.append("it has no codes with a scale" if vectors is None else codes.refuses(vectors))
 
-    shapes = {
-        name: jax.ShapeDtypeStruct((1, 1, 1, *own), each) for name, (own, each) in codec.parts(dim, dtype).items()
-    }
-    jax.eval_shape(ask, shapes)
+    jax.eval_shape(ask, _shapes(codec, dim, dtype))
     return reasons[0]
+
+
+def _shapes(codec: Codec, dim: int, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the parts [B, K, S, ...] of one vector."""
+    return {name: jax.ShapeDtypeStruct((1, 1, 1, *own), each) for name, (own, each) in codec.parts(dim, dtype).items()}
 
 
 def _by_chunks(x: Array, operand: Coded, size: int, transposed: bool, dtype: jnp.dtype) -> Array:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels import softmax
-from kvjax.kernels.coded import Coded
+from kvjax.kernels.coded import floats_of
 from kvjax.kernels.decode.coded import product
 from kvjax.kernels.problem import Attended, Problem, check
 from kvjax.products import native
@@ -15,9 +15,10 @@ Array = jax.Array
 
 def attend(problem: Problem) -> Attended:
     """Computes attention over the problem's slots, in float32."""
-    # [B, K, G, n, S] and [B, K, G, n]
-    probability, lse = softmax.probabilities(softmax.scores(problem), softmax.visible(problem))
-    return Attended(_weighted_values(problem, probability), lse)
+    if in_one_pass(problem):
+        # [B, K, G, n, D] and [B, K, G, n]
+        return Attended(*jax.lax.platform_dependent(problem, cpu=attend_used, default=_attend_whole))
+    return Attended(*_attend_whole(problem))
 
 
 def column_sums(problem: Problem, lse: Array, seen: Array | None = None) -> dict[str, Array]:
@@ -50,9 +51,8 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     """
     check(problem, shorter_values=True)
     if in_one_pass(problem):
-        # [B, K, G, n, D] and [B, K, G, n]
-        output, lse = jax.lax.platform_dependent(problem, cpu=attend_used, default=_attend_whole)
-        return Attended(output, lse), {}
+        attended = attend(problem)
+        return Attended(attended.output.astype(problem.value.dtype), attended.lse), {}
     # [B, K, n, S]
     mask = softmax.visible(problem)
     # [B, K, G, n, S] and [B, K, G, n]
@@ -69,8 +69,8 @@ def in_one_pass(problem: Problem) -> bool:
 
     Of one query, where products leave out slots; and of a block of a few that follow on others, as a verified draft.
     """
-    key, value = problem.key, problem.value
-    if isinstance(key, Coded) or isinstance(value, Coded) or (key.shape, key.dtype) != (value.shape, value.dtype):
+    key, value = floats_of(problem.key), floats_of(problem.value)
+    if key is None or value is None or (key.shape, key.dtype) != (value.shape, value.dtype):
         return False
     if problem.statistics or any(x is not None for x in (problem.soft_cap, problem.log_weight, problem.offset)):
         return False
@@ -85,22 +85,24 @@ def attend_used(problem: Problem) -> tuple[Array, Array]:
     """Attends to the slots in use by kvjax's own code, which reads keys and values once; see `attend_slots`.
 
     Returns:
-      The output [B, K, G, n, D] in value's dtype and the log-sum-exps [B, K, G, n].
+      The output [B, K, G, n, D] and the log-sum-exps [B, K, G, n], float32.
     """
     *shape, dim = problem.query.shape
     batch, kv_heads, group, n = shape
+    key, value = floats_of(problem.key), floats_of(problem.value)
+    assert key is not None and value is not None
     # [B, K, n, S]
     seen = softmax.visible(problem)
     # [B, K, G * n, D]
     query = problem.query.reshape(batch, kv_heads, group * n, dim)
-    output, lse = attend_slots(query, problem.key, problem.value, seen, softmax.last_seen(seen), problem.scale)
-    return output.reshape(*shape, dim).astype(problem.value.dtype), lse.reshape(shape)
+    output, lse = attend_slots(query, key, value, seen, softmax.last_seen(seen), problem.scale)
+    return output.reshape(*shape, dim), lse.reshape(shape)
 
 
 def _attend_whole(problem: Problem) -> tuple[Array, Array]:
-    attended = attend(problem)
-    assert attended.lse is not None
-    return attended.output.astype(problem.value.dtype), attended.lse
+    # [B, K, G, n, S] and [B, K, G, n]
+    probability, lse = softmax.probabilities(softmax.scores(problem), softmax.visible(problem))
+    return _weighted_values(problem, probability), lse
 
 
 def count_seen(problem: Problem) -> Array:

@@ -61,7 +61,8 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, Sums]:
         return _over_tiles(tile, problem)
 
     def at_once(problem: Problem) -> tuple[Rows, Sums]:
-        return rows.attend_used(problem), {}
+        output, lse = rows.attend_used(problem)
+        return (output.astype(problem.value.dtype), lse), {}
 
     if rows.in_one_pass(problem):
         (output, lse), sums = jax.lax.platform_dependent(problem, cpu=at_once, default=in_tiles)
