@@ -44,6 +44,7 @@ def get_config() -> LeaderboardConfig:
             "snapkv(window=16) + int4",
         ),
         unlimited=(
+            "full + fp16",
             "full + int8",
             "full + int4",
             "full + int2",

