@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import attention
+from kvjax import attention, products
 from kvjax.attention import Attended
 from kvjax.errors import ConfigError, PolicyError
+from kvjax.kernels.coded import Coded
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.numerics.statistics import ABOVE, COUNT, EXACT, LAST, MASS, MASS_SQ, Statistic, decayed, recurrence
+from kvjax.products import native, used_slots
+from kvjax.storage import Fp16
 from tests.kernels import cases
 from tests.kernels.cases import Case
 
@@ -382,6 +385,51 @@ def test_old_slots_and_the_block_itself_are_two_parts(tile, monkeypatch):
     second = build(query, key[:, :, 20:], value[:, :, 20:], query_position, key_position[:, :, 20:], causal=True)
     output, columns = jax.jit(lambda *parts: attention.attend_parts(parts))(first, second)
     assert_close((attention.ungroup(output), joined(columns, np.arange(36))), naive(*inputs))
+
+
+@pytest.fixture
+def own_code(monkeypatch):
+    """Attention by kvjax's own code, over caches of any size."""
+    if reason := native.load(native.ATTEND):
+        pytest.skip(reason)
+    before = products.setting()
+    monkeypatch.setattr(used_slots, "MIN_CACHE", 1)
+    products.use("native")
+    yield
+    products.use(before)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("seen", ["all", "window", "band and exempt"])
+def test_slots_in_float16_are_read_in_one_pass(n, dtype, seen, own_code):
+    """Without a copy in another dtype, and as the numbers that they hold; some slots are empty, a row has no query."""
+    *given, query_position, key_position = arrays(4, 2, n, 60, queries=(None, 0, None))
+    query, key, value = (jnp.asarray(x, dtype) for x in given)
+    size = key.shape[2]
+    options = {
+        "all": {},
+        "window": {"window": 20},
+        "band and exempt": {"band": jnp.array([5, 9, 40]), "exempt": jnp.arange(size) < jnp.full((3, 2, 1), 4)},
+    }[seen]
+    coded = [
+        Coded(parts=Fp16().encode(x.astype(jnp.float32), None, dtype), codec=Fp16(), dim=DIM, dtype=jnp.dtype(dtype))
+        for x in (key, value)
+    ]
+    problem = build(query, *coded, query_position, key_position, needs=frozenset(), **options)
+    program = jax.jit(attention.attend).lower(problem).compile()
+    text, got = program.as_text(), program(problem)
+    assert text.count(f'"{native.ATTEND}"') == 1
+    assert f"f16[3,2,{size},{DIM}]" in text and f"f32[3,2,{size},{DIM}]" not in text
+    products.use("fixed")
+    # In the float32 of the reference, whatever the model's dtype.
+    whole = [x.replace(dtype=jnp.dtype("float32")).decode() for x in coded]
+    exact = build(query.astype(jnp.float32), *whole, query_position, key_position, needs=frozenset(), **options)
+    expected = jax.jit(attention.attend)(exact)
+    assert got.output.dtype == got.lse.dtype == jnp.float32
+    np.testing.assert_allclose(got.output, expected.output, atol=3e-6)
+    np.testing.assert_allclose(got.lse, expected.lse, atol=3e-6)
+    assert (np.asarray(got.lse)[1] == -np.inf).all() and (np.asarray(got.output)[1] == 0).all()
 
 
 def test_combine_is_associative_and_an_empty_part_is_neutral():

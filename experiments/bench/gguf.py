@@ -16,7 +16,7 @@ from absl import flags
 
 import kvjax
 from experiments import peers, specs
-from experiments.bench.contestants import in_turns, lengths, ours, policy_of, ratio, timed
+from experiments.bench.contestants import grows, in_turns, lengths, lowered_for, ours, ratio, timed
 from experiments.bench.decode import interpreters, names_of_peers
 from experiments.bench.fill import filled_steps
 from experiments.config import ExperimentConfig, PolicyConfig
@@ -110,7 +110,8 @@ def own_sides(
         if values.fill:
             steps[name] = filled_steps(model, spec, len(prompt), context, values.tokens, values.rounds, "auto")
             continue
-        steps[name] = ours(model, prompt, spec, values.tokens, restart=spec.policy.budget is None)
+        restart = grows(lowered_for(model, spec.policy, len(prompt), context, values.tokens))
+        steps[name] = ours(model, prompt, spec, values.tokens, restart=restart)
 
         def whole(spec: CacheSpec = spec) -> object:
             limits = Limits(context, 1, shortest=context)
@@ -121,14 +122,14 @@ def own_sides(
 
 
 def caches(values: flags.FlagValues) -> dict[str, CacheSpec]:
-    """Returns the caches of kvjax by name: the full one, those of --policies, and those of --caches.
+    """Returns the caches of kvjax by their texts: the full one, those of --policies, and those of --caches.
 
     Raises:
-      KvjaxError: a text of --caches is not valid.
+      KvjaxError: a text is not valid.
     """
-    found = {name: CacheSpec(policy_of(name, values.budget)) for name in dict.fromkeys((FULL, *values.policies))}
     config = ExperimentConfig(policy=PolicyConfig(budget=values.budget))
-    return found | {text: specs.baseline(config, text) for text in values.caches}
+    texts = dict.fromkeys((FULL, *values.policies, *values.caches))
+    return {text: specs.baseline(config, text) for text in texts}
 
 
 def rows_of(

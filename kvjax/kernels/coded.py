@@ -50,7 +50,7 @@ class Coded(flax.struct.PyTreeNode, kw_only=True):
         return within(self.codec.decode(self.parts, self.side, self.dim), self.dtype)
 
     def floats(self) -> Array | None:
-        """Returns the vectors [B, K, S, D] as the cache holds them, where that is an array of any dtype of floats."""
+        """Returns the vectors [B, K, S, D] as the floating-point array that the cache holds; None if it is no such."""
         return self.codec.floats(self.parts)
 
     def of_slots(self, take: Callable[[Array], Array]) -> "Coded":
@@ -64,5 +64,5 @@ def as_array(x: T | Coded) -> T | Array:
 
 
 def floats_of(x: Array | Coded) -> Array | None:
-    """Returns an array of vectors in any dtype of floats, without decoding anything; None where that is needed."""
+    """Returns vectors as a floating-point array of any dtype, or None if they must be decoded."""
     return x.floats() if isinstance(x, Coded) else x

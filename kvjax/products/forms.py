@@ -14,8 +14,9 @@ from kvjax.products import native
 
 Array = jax.Array
 MIN_PART = 192  # smallest number of inputs of one part of a split product
-#: Of the weights that the native form reads, and of the caches.
+#: Dtypes of weights that the native form reads.
 NATIVE_DTYPES = ("float32", "bfloat16")
+#: Dtypes of caches that kvjax's own code reads.
 CACHE_DTYPES = (*NATIVE_DTYPES, "float16")
 
 

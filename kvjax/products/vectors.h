@@ -49,6 +49,7 @@ inline Vector Load(const BFloat16* p) {
   std::memcpy(&v, &wide, sizeof(v));
   return v;
 }
+inline void Store(float* p, Vector v) { *reinterpret_cast<Vector*>(p) = v; }
 inline float Scalar(const float* p) { return *p; }
 inline float Scalar(const BFloat16* p) {
   uint32_t wide = static_cast<uint32_t>(p->bits) << 16;
@@ -56,8 +57,8 @@ inline float Scalar(const BFloat16* p) {
   std::memcpy(&value, &wide, sizeof(value));
   return value;
 }
-// The bits of float16 as those of a float32 whose exponent has too small a bias. Float32 has subnormal numbers, but they
-// may be switched off, so that those of float16 are made of whole numbers.
+// Moves the bits and adds 112 to the exponent, the difference of the biases. Subnormal numbers are converted from
+// integers, since a processor may be set to take those of float32 for 0.
 inline float Scalar(const Float16* p) {
   const uint32_t rest = p->bits & 0x7fff, sign = static_cast<uint32_t>(p->bits & 0x8000) << 16;
   const uint32_t wide = rest >= 0x7c00 ? rest << 13 | 0x7f800000 : (rest << 13) + (112 << 23);
@@ -72,15 +73,16 @@ inline float Scalar(const Float16* p) {
 inline Vector Load(const Float16* p) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Vector>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif defined(__F16C__)
   return reinterpret_cast<Vector>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Vector>(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p)))));
 #else
   Vector v;
   for (int i = 0; i < kLanes; i++) v[i] = Scalar(p + i);
   return v;
 #endif
 }
-inline void Store(float* p, Vector v) { *reinterpret_cast<Vector*>(p) = v; }
 // Keeps a vector in a register. GCC would read it from memory again for each multiplication, of which loads are then
 // the limit.
 inline void InRegister(Vector& v) {

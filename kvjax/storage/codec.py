@@ -76,7 +76,7 @@ class Codec:
         return None
 
     def floats(self, parts: Parts) -> Array | None:
-        """Returns vectors as an array of floating-point numbers of any dtype; None = they are not held as such.
+        """Returns vectors as the floating-point array that holds them, of any dtype; None = they are not held so.
 
         Args:
           parts: [..., *shape] of the vectors.
@@ -90,8 +90,9 @@ class Codec:
         super().__init_subclass__(**options)
         if "decode" in vars(cls):
             # What is inherited describes how another class decodes.
-            for name in {"affine", "floats"} - set(vars(cls)):
-                setattr(cls, name, getattr(Codec, name))
+            for name in ("affine", "floats"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(Codec, name))
 
     def bound(self, kv_heads: int) -> "Codec":
         """Returns the codec for a layer of `kv_heads` KV heads; parts of a joint one depend on it.

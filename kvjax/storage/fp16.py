@@ -12,18 +12,16 @@ from kvjax.storage.rounding import as_stored
 
 Array = jax.Array
 
-FLOAT16 = jnp.float16
-
 
 @dataclasses.dataclass(frozen=True)
 class Fp16(Codec):
     """Holds the vector itself in float16. Subnormal numbers are kept; numbers beyond ±65,504 saturate."""
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
-        return {"numbers": ((dim,), jnp.dtype(FLOAT16))}
+        return {"numbers": ((dim,), jnp.dtype(jnp.float16))}
 
     def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
-        return {"numbers": as_stored(x, FLOAT16)}
+        return {"numbers": as_stored(x, jnp.float16)}
 
     def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         return parts["numbers"].astype(jnp.float32)
@@ -36,8 +34,8 @@ class Fp16(Codec):
 def fp16(*, residual: int = 0, memory: Memory = DEVICE) -> Storage:
     """Holds keys and values in float16, whatever the model's dtype.
 
-    It is for models in float32. There is no bfloat16 of this kind: XLA's CPU compiler (jax 0.10.2) would convert the
-    whole cache to float32 and back in each step of a cache that grows.
+    It is for models in float32. There is no such storage in bfloat16: XLA's CPU compiler (jax 0.10.2) would convert the
+    whole cache to float32 and back in each step.
 
     Args:
       residual: the number of newest positions that stay exact.

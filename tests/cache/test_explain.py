@@ -52,6 +52,7 @@ def specs() -> dict[str, CacheSpec | Policy]:
         "snapkv, zipcache": CacheSpec(policies.snapkv(0.5), storage.zipcache(window=20)),
         "h2o, mikv": CacheSpec(policies.h2o(0.2), storage.mikv()),
         "full, fp8 of a fixed scale": CacheSpec(policies.full(), storage.fp8(1.0)),
+        "full, fp16": CacheSpec(policies.full(), storage.fp16()),
         "full, quest": CacheSpec(policies.full(), selection=selection.quest(budget=128)),
         "full, quest in a prompt": CacheSpec(policies.full(), selection=selection.quest(budget=128, in_prompt=True)),
         "full, optimal": CacheSpec(policies.full(), selection=selection.optimal(64)),

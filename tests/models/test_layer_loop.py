@@ -34,6 +34,7 @@ SPECS = {
     "int8": CacheSpec(policies.full(), storage=examples.held("int8")),
     "fp8": CacheSpec(examples.policy("h2o"), storage=examples.held("fp8")),
     "fp16": CacheSpec(policies.full(), storage=examples.held("fp16")),
+    "h2o, fp16": CacheSpec(examples.policy("h2o"), storage=examples.held("fp16")),
     "kivi": CacheSpec(policies.full(), storage=examples.held("kivi")),
     "think": CacheSpec(policies.full(), storage=examples.held("think")),
     "heads differ, int4": CacheSpec(
@@ -310,7 +311,7 @@ def program(layers: int, name: str) -> str:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["h2o", "int4", "int8", "fp8", "fp16"])
+@pytest.mark.parametrize("name", ["h2o", "int4", "int8", "fp8", "fp16", "h2o, fp16"])
 def test_a_program_does_not_grow_with_layers_and_copies_no_stack(name, monkeypatch):
     monkeypatch.setattr(used_slots, "MIN_CACHE", 64)  # more than the new token has, fewer than a cache
     few, many = program(3, name), program(6, name)
@@ -319,10 +320,6 @@ def test_a_program_does_not_grow_with_layers_and_copies_no_stack(name, monkeypat
     assert re.findall(r"= \w+\[2,6,2,\d+[\d,]*\]\S* copy\(", many) == []
     if name != "h2o":
         # What is held is read in its stacks.
-        whole, of_one = (
-            (libraries.INDEXED_ATTEND, native.ATTEND)
-            if name == "fp16"
-            else (native.INDEXED_CODED_VECTORS, native.CODED_VECTORS)
-        )
-        assert f'"{whole}"' in many
+        of_one = {"fp16": native.ATTEND, "h2o, fp16": native.SLOTS}.get(name, native.CODED_VECTORS)
+        assert f'"{libraries.INDEXED[of_one].target}"' in many
         assert f'"{of_one}"' not in many

@@ -55,6 +55,19 @@ def test_the_first_slots_are_multiplied_and_no_others_are_read(transposed, width
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=IDS)
+@pytest.mark.parametrize("shape", [(16, 64, 64), (20, 52, 63)], ids=str)
+def test_every_number_in_float16_is_read_as_it_is(shape, transposed, width):
+    """Subnormal ones too, which a processor may be set to take for 0."""
+    count, slots, dim = shape
+    # [count, S, D]
+    held = np.arange(np.prod(shape), dtype=np.uint16).view(np.float16).reshape(shape)
+    held = np.where(np.isfinite(held), held, np.float16(0))
+    rows = jnp.broadcast_to(jnp.eye(dim if transposed else slots), (count, *[dim if transposed else slots] * 2))
+    got = run(rows, jnp.asarray(held), jnp.full(count, slots, jnp.int32), transposed)
+    np.testing.assert_array_equal(np.swapaxes(got, 1, 2) if transposed else got, held)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=IDS)
 def test_no_bit_depends_on_what_else_there_is(transposed, width):
     """On the number of slots that are allocated, of caches, and of rows."""
     x, cache, used = operands(7, 700, 80, transposed)

@@ -36,7 +36,7 @@ def stored(x: float, dtype: str) -> tuple[float, float]:
 def encode_fp16(x: Array) -> Encoded:
     """x: [n, D]."""
     rounded = [[stored(number, "float16") for number in vector] for vector in x.astype(np.float64).tolist()]
-    # A number that the dtype has is as far from a tie as can be.
+    # A number that float16 has is half a step from a tie.
     near = min(tie for row in rounded for _, tie in row)
     return Encoded({"numbers": np.array([[number for number, _ in row] for row in rounded])}, near)
 

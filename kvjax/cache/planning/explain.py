@@ -170,7 +170,11 @@ def _codes(group: Group, layout: "CacheLayout") -> str:
     keys, values = (" or ".join(dict.fromkeys(ways)) or "read as they are" for ways in found.values())
     if not any(found.values()):
         return ""
-    texts = [f"codes {keys}"] if keys == values else [f"keys {keys}", f"values {values}"]
+    coded_by = [codec for codec in group.storage.codecs.values() if not isinstance(codec, Exact)]
+    floats = all(
+        isinstance(codec, Codec) and coded.holds_floats(codec, layout.head_dim, layout.dtype) for codec in coded_by
+    )
+    texts = [f"{'numbers' if floats else 'codes'} {keys}"] if keys == values else [f"keys {keys}", f"values {values}"]
     ranked = " and ".join(f"{side}s" for side in sorted(group.policy.reads))
     if ranked:
         texts.append(f"{ranked} decoded at once for the policy")

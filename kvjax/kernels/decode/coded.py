@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 
 from kvjax import products
 from kvjax.kernels.coded import Coded
-from kvjax.products import codes, native
+from kvjax.products import codes, native, used_slots
 from kvjax.products.forms import CACHE_DTYPES
-from kvjax.products.used_slots import reads_used_slots, slots_product
+from kvjax.products.used_slots import slots_product
 from kvjax.storage.base import Codec
 
 Array = jax.Array
@@ -71,14 +71,12 @@ def _product(x: Array, operand: Coded, used: Array | None, transposed: bool, dty
         every = jnp.full(held.shape[:2], held.shape[2], jnp.int32)
         return slots_product(x, held, every if used is None else used, transposed, dtype)
 
-    rows, floats = math.prod(x.shape[2:-1]), operand.floats()
+    slots, rows = operand.shape[2], math.prod(x.shape[2:-1])
     few = rows <= products.MAX_ROWS and products.runs_native()
     on_cpu: Callable[[Array, Coded, Array | None], Array] = functools.partial(by_chunks, chunk=CHUNKS[CPU])
-    if floats is not None and reads_used_slots(x, floats):
-        on_cpu = by_floats
-    elif few and floats is None and refuses(operand.codec, operand.dim, operand.dtype) is None:
-        on_cpu = by_codes
-    elif operand.shape[2] <= AT_ONCE * min(CHUNKS[CPU], CHUNK):
+    if few and refuses(operand.codec, operand.dim, operand.dtype, slots) is None:
+        on_cpu = by_codes if operand.floats() is None else by_floats
+    elif slots <= AT_ONCE * min(CHUNKS[CPU], CHUNK):
         return by_chunks(x, operand, used)
     return jax.lax.platform_dependent(x, operand, used, cpu=on_cpu, default=by_chunks)
 
@@ -111,7 +109,7 @@ def way(codec: Codec, dim: int, dtype: DTypeLike, slots: int, platform: str, gro
       grows: whether rows may use a small part of the slots; see `Problem`.
     """
     own = platform == CPU and products.runs_native()
-    reason = refuses(codec, dim, jnp.dtype(dtype)) if own else None
+    reason = refuses(codec, dim, jnp.dtype(dtype), slots) if own else None
     if own and reason is None:
         return f"multiplied as they are{' over the slots in use' * grows}, by up to {products.MAX_ROWS} rows"
     chunk = CHUNKS.get(platform, CHUNK)
@@ -119,51 +117,48 @@ def way(codec: Codec, dim: int, dtype: DTypeLike, slots: int, platform: str, gro
     return text if reason is None else f"{text} ({reason})"
 
 
-def refuses(codec: Codec, dim: int, dtype: DTypeLike) -> str | None:
-    """Returns why what a codec holds cannot be multiplied by on a CPU without decoding it, or None.
+def refuses(codec: Codec, dim: int, dtype: DTypeLike, slots: int | None = None) -> str | None:
+    """Returns why CPU code cannot read the parts of a codec without decoding them, or None.
 
     Args:
       codec: of single vectors.
       dim: their features.
       dtype: the model's.
+      slots: S, of which products with floating-point numbers must have some to be worth a call; None = enough.
     """
-    floats = _floats(codec, dim, jnp.dtype(dtype))
-    if floats is None:
-        return _other_codes(codec, dim, jnp.dtype(dtype)) or native.load(native.CODED_VECTORS)
-    if floats not in CACHE_DTYPES:
-        return f"it holds numbers in {floats}, not in {' or '.join(CACHE_DTYPES)}"
-    return native.load(native.SLOTS)
+    reason, target = _reads(codec, dim, jnp.dtype(dtype))
+    few = slots is not None and slots * dim < used_slots.MIN_CACHE
+    if reason is None and target == native.SLOTS and few:
+        reason = f"{slots} slots are fewer than {used_slots.MIN_CACHE:,} numbers"
+    return reason or native.load(target)
+
+
+def holds_floats(codec: Codec, dim: int, dtype: DTypeLike) -> bool:
+    """Returns whether a codec holds floating-point numbers that CPU code reads; see `refuses` for the arguments."""
+    return _reads(codec, dim, jnp.dtype(dtype)) == (None, native.SLOTS)
 
 
 @functools.lru_cache(maxsize=1024)
-def _floats(codec: Codec, dim: int, dtype: jnp.dtype) -> str | None:
-    """Returns the name of the dtype of a codec that holds floating-point numbers, or None; see `Codec.floats`."""
-    found = jax.eval_shape(codec.floats, _shapes(codec, dim, dtype))
-    return None if found is None else str(found.dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def _other_codes(codec: Codec, dim: int, dtype: jnp.dtype) -> str | None:
-    """Returns why the codes of a codec are not those that `codes.codes_product` reads, or None.
-
-    Args:
-      codec: see `refuses`.
-      dim: see `refuses`.
-      dtype: see `refuses`.
-    """
-    reasons: list[str | None] = []
+def _reads(codec: Codec, dim: int, dtype: jnp.dtype) -> tuple[str | None, str]:
+    """Returns why no custom call reads the parts of a codec, or None; and the name of the one that would."""
+    found: list[tuple[str | None, str]] = []
 
     def ask(parts: dict[str, Array]) -> None:
+        floats = codec.floats(parts)
+        if floats is not None:
+            known = floats.dtype.name in CACHE_DTYPES
+            reason = None if known else f"its numbers are {floats.dtype.name}, not {', '.join(CACHE_DTYPES)}"
+            found.append((reason, native.SLOTS))
+            return
         vectors = codec.affine(parts, None, dim)
-        reasons.append("it has no codes with a scale" if vectors is None else codes.refuses(vectors))
+        reason = "it has no codes with a scale" if vectors is None else codes.refuses(vectors)
+        found.append((reason, native.CODED_VECTORS))
 
-    jax.eval_shape(ask, _shapes(codec, dim, dtype))
-    return reasons[0]
-
-
-def _shapes(codec: Codec, dim: int, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the parts [B, K, S, ...] of one vector."""
-    return {name: jax.ShapeDtypeStruct((1, 1, 1, *own), each) for name, (own, each) in codec.parts(dim, dtype).items()}
+    shapes = {
+        name: jax.ShapeDtypeStruct((1, 1, 1, *own), each) for name, (own, each) in codec.parts(dim, dtype).items()
+    }
+    jax.eval_shape(ask, shapes)
+    return found[0]
 
 
 def _by_chunks(x: Array, operand: Coded, size: int, transposed: bool, dtype: jnp.dtype) -> Array:

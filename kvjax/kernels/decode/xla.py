@@ -17,8 +17,8 @@ def attend(problem: Problem) -> Attended:
     """Computes attention over the problem's slots, in float32."""
     if in_one_pass(problem):
         # [B, K, G, n, D] and [B, K, G, n]
-        return Attended(*jax.lax.platform_dependent(problem, cpu=attend_used, default=_attend_whole))
-    return Attended(*_attend_whole(problem))
+        return Attended(*jax.lax.platform_dependent(problem, cpu=attend_used, default=attend_whole))
+    return Attended(*attend_whole(problem))
 
 
 def column_sums(problem: Problem, lse: Array, seen: Array | None = None) -> dict[str, Array]:
@@ -99,7 +99,8 @@ def attend_used(problem: Problem) -> tuple[Array, Array]:
     return output.reshape(*shape, dim), lse.reshape(shape)
 
 
-def _attend_whole(problem: Problem) -> tuple[Array, Array]:
+def attend_whole(problem: Problem) -> tuple[Array, Array]:
+    """Computes the output and the log-sum-exps of `attend` from the probabilities of all slots."""
     # [B, K, G, n, S] and [B, K, G, n]
     probability, lse = softmax.probabilities(softmax.scores(problem), softmax.visible(problem))
     return _weighted_values(problem, probability), lse

@@ -32,11 +32,14 @@ def attend(problem: Problem) -> Attended:
     """Like `decode.xla.attend`, for any number of queries."""
 
     def tile(part: Problem) -> tuple[Rows, Sums]:
-        attended = rows.attend(part)
-        return (attended.output, attended.lse), {}
+        return rows.attend_whole(part), {}
 
-    (output, lse), _ = _over_tiles(tile, problem.without_statistics())
-    return Attended(output, lse)
+    def in_tiles(problem: Problem) -> Rows:
+        return _over_tiles(tile, problem.without_statistics())[0]
+
+    if rows.in_one_pass(problem):
+        return Attended(*jax.lax.platform_dependent(problem, cpu=rows.attend_used, default=in_tiles))
+    return Attended(*in_tiles(problem))
 
 
 def column_sums(problem: Problem, lse: Array, seen: Array | None = None) -> Sums:
@@ -57,17 +60,10 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, Sums]:
         attended, sums = rows.attend_and_reduce(part)
         return (attended.output, attended.lse), sums
 
-    def in_tiles(problem: Problem) -> tuple[Rows, Sums]:
-        return _over_tiles(tile, problem)
-
-    def at_once(problem: Problem) -> tuple[Rows, Sums]:
-        output, lse = rows.attend_used(problem)
-        return (output.astype(problem.value.dtype), lse), {}
-
     if rows.in_one_pass(problem):
-        (output, lse), sums = jax.lax.platform_dependent(problem, cpu=at_once, default=in_tiles)
-    else:
-        (output, lse), sums = in_tiles(problem)
+        attended = attend(problem)
+        return Attended(attended.output.astype(problem.value.dtype), attended.lse), {}
+    (output, lse), sums = _over_tiles(tile, problem)
     return Attended(output, lse), sums
 
 
