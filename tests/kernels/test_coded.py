@@ -185,7 +185,7 @@ def test_what_cannot_be_read_is_decoded_with_a_reason(codec, dim, reason, own_co
     assert coded.way(Integer(8), 64, "float32", 5000, "gpu", grows=True) == "decoded 1024 at a time"
     assert coded.way(Fp16(), 64, "float32", 64, "cpu", grows=False) == ways[0]
     few = coded.way(Fp16(), 64, "float32", 63, "cpu", grows=False)
-    assert few == "decoded at once (63 slots are fewer than 4,096 numbers)"
+    assert few == "decoded at once (63 slots have fewer than 4,096 numbers)"
 
 
 def test_every_code_is_finite(own_code):

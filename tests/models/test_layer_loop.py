@@ -319,7 +319,7 @@ def test_a_program_does_not_grow_with_layers_and_copies_no_stack(name, monkeypat
     # No copy of the keys, values, positions or statistics of all layers, [B, L, K, S, ...]
     assert re.findall(r"= \w+\[2,6,2,\d+[\d,]*\]\S* copy\(", many) == []
     if name != "h2o":
-        # What is held is read in its stacks.
+        # Keys and values are read in their stacks.
         of_one = {"fp16": native.ATTEND, "h2o, fp16": native.SLOTS}.get(name, native.CODED_VECTORS)
         assert f'"{libraries.INDEXED[of_one].target}"' in many
         assert f'"{of_one}"' not in many

@@ -263,7 +263,7 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.dense(residual=3), "residual=3 is for memory='host'"),
         (
             lambda: storage.by_name("int3"),
-            r"'int3'; did you mean 'int.'\? known storages: bfp, .*dense, .*int2",
+            r"'int3'; did you mean 'int.'\? known storages: bfp, .*dense, fp16, fp8, .*int2",
         ),
         (lambda: storage.accepts("int3"), "known storages: bfp, .*dense"),
         (lambda: storage.by_name("int8", bits=8), "it accepts group"),

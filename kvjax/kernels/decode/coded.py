@@ -124,12 +124,12 @@ def refuses(codec: Codec, dim: int, dtype: DTypeLike, slots: int | None = None) 
       codec: of single vectors.
       dim: their features.
       dtype: the model's.
-      slots: S, of which products with floating-point numbers must have some to be worth a call; None = enough.
+      slots: S; a call is not worth its time for few floating-point numbers. None = enough.
     """
     reason, target = _reads(codec, dim, jnp.dtype(dtype))
     few = slots is not None and slots * dim < used_slots.MIN_CACHE
     if reason is None and target == native.SLOTS and few:
-        reason = f"{slots} slots are fewer than {used_slots.MIN_CACHE:,} numbers"
+        reason = f"{slots} slots have fewer than {used_slots.MIN_CACHE:,} numbers"
     return reason or native.load(target)
 
 
