@@ -55,6 +55,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from kvjax import products  # noqa: E402
+from kvjax.products import native, used_slots  # noqa: E402
 
 # An accidental float64 or int32 -> float32 promotion is an error here.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -302,6 +303,32 @@ def forget_programs(request):
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@contextlib.contextmanager
+def native_code(target: str):
+    """Products by kvjax's own code; a test is skipped where a custom call of it cannot be built."""
+    if reason := native.load(target):
+        pytest.skip(reason)
+    before = products.setting()
+    products.use("native")
+    yield
+    products.use(before)
+
+
+@pytest.fixture(scope="module")
+def native_products():
+    """Products by kvjax's own code."""
+    with native_code(native.TARGET):
+        yield
+
+
+@pytest.fixture
+def native_attention(monkeypatch):
+    """Attention by kvjax's own code, over the slots in use of caches of any size."""
+    monkeypatch.setattr(used_slots, "MIN_CACHE", 1)
+    with native_code(native.ATTEND):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from kvjax.errors import ConfigError, PolicyError
 from kvjax.kernels.coded import Coded
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.numerics.statistics import ABOVE, COUNT, EXACT, LAST, MASS, MASS_SQ, Statistic, decayed, recurrence
-from kvjax.products import native, used_slots
+from kvjax.products import native
 from kvjax.storage import Fp16
 from tests.kernels import cases
 from tests.kernels.cases import Case
@@ -387,22 +387,10 @@ def test_old_slots_and_the_block_itself_are_two_parts(tile, monkeypatch):
     assert_close((attention.ungroup(output), joined(columns, np.arange(36))), naive(*inputs))
 
 
-@pytest.fixture
-def own_code(monkeypatch):
-    """Attention by kvjax's own code, over caches of any size."""
-    if reason := native.load(native.ATTEND):
-        pytest.skip(reason)
-    before = products.setting()
-    monkeypatch.setattr(used_slots, "MIN_CACHE", 1)
-    products.use("native")
-    yield
-    products.use(before)
-
-
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seen", ["all", "window", "band and exempt"])
-def test_slots_in_float16_are_read_in_one_pass(n, dtype, seen, own_code):
+def test_slots_in_float16_are_read_in_one_pass(n, dtype, seen, native_attention):
     """Without a copy in another dtype, and as the numbers that they hold; some slots are empty, a row has no query."""
     *given, query_position, key_position = arrays(4, 2, n, 60, queries=(None, 0, None))
     query, key, value = (jnp.asarray(x, dtype) for x in given)

@@ -59,17 +59,6 @@ def rows_of(shape, seed=1):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.fixture(scope="module")
-def own_code():
-    """Products by kvjax's own code."""
-    if reason := native.load():
-        pytest.skip(reason)
-    before = products.setting()
-    products.use("native")
-    yield
-    products.use(before)
-
-
 def assert_products(run, operand, numbers, rows):
     slots, dim = numbers.shape[2:]
     query, weight = rows_of((B, K, rows, dim)), np.abs(rows_of((B, K, rows, slots)))
@@ -84,7 +73,7 @@ def assert_products(run, operand, numbers, rows):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
-def test_codes_are_multiplied_as_what_they_decode_to(name, own_code):
+def test_codes_are_multiplied_as_what_they_decode_to(name, native_products):
     codec, dim = CASES[name]
     assert coded.refuses(codec, dim, jnp.dtype("float32")) is None
     run = jax.jit(coded.product, static_argnames="transposed")
@@ -120,7 +109,7 @@ def test_sums_of_chunks_are_float32_whatever_the_dtype(monkeypatch):
     assert (np.abs(np.asarray(got, np.float64) - exact) <= 2.0**-8 * np.abs(exact) + 1e-6 * scale).all()
 
 
-def test_a_side_is_applied_to_rows(own_code):
+def test_a_side_is_applied_to_rows(native_products):
     codec = Scaled(Integer(8), Side(prepare=lambda view, dim: {}, parts=lambda dim, dtype: {}, when="prompt"))
     side = {"scale": jnp.asarray(np.random.default_rng(2).uniform(0.5, 2, (B, K, 1, 64)), jnp.float32)}
     x = jnp.asarray(rows_of((B, K, 40, 64)))
@@ -131,7 +120,7 @@ def test_a_side_is_applied_to_rows(own_code):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_a_row_depends_on_no_other(name, own_code):
+def test_a_row_depends_on_no_other(name, native_products):
     operand, _ = operands(*CASES[name], 2100)
     one = operand.replace(parts={part: x[1:, 2:] for part, x in operand.parts.items()})
     for transposed, shape in ((True, (B, K, 7, 64)), (False, (B, K, 7, 2100))):
@@ -140,7 +129,7 @@ def test_a_row_depends_on_no_other(name, own_code):
         np.testing.assert_array_equal(coded.product(x[1:, 2:, 4:6], one, transposed=transposed), whole[1:, 2:, 4:6])
 
 
-def test_gradients_are_those_of_the_decoded_numbers(own_code):
+def test_gradients_are_those_of_the_decoded_numbers(native_products):
     operand, _ = operands(Integer(8), 64, 9)
     x = jnp.asarray(rows_of((B, K, 2, 64)))
 
@@ -173,7 +162,7 @@ class InFloat8(Fp16):
         (InFloat8(), 64, "its numbers are float8_e4m3fn, not float32, bfloat16, float16"),
     ],
 )
-def test_what_cannot_be_read_is_decoded_with_a_reason(codec, dim, reason, own_code):
+def test_what_cannot_be_read_is_decoded_with_a_reason(codec, dim, reason, native_products):
     assert coded.refuses(codec, dim, jnp.dtype("float32")) == reason
     assert coded.way(codec, dim, "float32", 100, "cpu", grows=True) == f"decoded at once ({reason})"
     assert coded.way(codec, dim, "float32", 5000, "cpu", grows=True) == f"decoded 128 at a time ({reason})"
@@ -188,7 +177,7 @@ def test_what_cannot_be_read_is_decoded_with_a_reason(codec, dim, reason, own_co
     assert few == "decoded at once (63 slots have fewer than 4,096 numbers)"
 
 
-def test_every_code_is_finite(own_code):
+def test_every_code_is_finite(native_products):
     """Empty slots may hold any bytes, and are multiplied by 0."""
     parts = {"codes": jnp.arange(256, dtype=jnp.uint8).reshape(1, 1, 4, 64), "scale": jnp.ones((1, 1, 4))}
     operand = Coded(parts=parts, codec=Fp8(), dim=64, dtype=jnp.dtype("float32"))
@@ -206,7 +195,7 @@ class Half(Integer):
         return super().decode(parts, side, dim) / 2
 
 
-def test_a_codec_that_decodes_otherwise_is_not_read_as_its_base(own_code):
+def test_a_codec_that_decodes_otherwise_is_not_read_as_its_base(native_products):
     whole, _ = operands(Integer(8), 64, 9)
     half = whole.replace(codec=Half(8))
     x = rows_of((B, K, 2, 64))
@@ -216,7 +205,7 @@ def test_a_codec_that_decodes_otherwise_is_not_read_as_its_base(own_code):
     assert Half(8).affine(half.parts, None, 64) is None
 
 
-def test_no_slots_at_all(own_code):
+def test_no_slots_at_all(native_products):
     empty = operands(Integer(8), 64, 4)[0].of_slots(lambda part: part[:, :, :0])
     assert coded.product(rows_of((B, K, 2, 64)), empty, transposed=True).shape == (B, K, 2, 0)
     np.testing.assert_array_equal(coded.product(rows_of((B, K, 2, 0)), empty), np.zeros((B, K, 2, 64)))

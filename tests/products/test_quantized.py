@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import products
 from kvjax.products import native, product
 from kvjax.products.codes import weights_product
 from kvjax.products.quantized import WIDTHS, QuantizedMatrix, by_place, dequantize, group_size, pack, quantize, unpack
@@ -88,20 +87,9 @@ def test_product_is_that_of_the_decoded_matrix(bits, act_order, rows):
     np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=0.05 * np.abs(expected).max())
 
 
-@pytest.fixture(scope="module")
-def own_code():
-    """Products by kvjax's own code."""
-    if reason := native.load():
-        pytest.skip(reason)
-    before = products.setting()
-    products.use("native")
-    yield
-    products.use(before)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_kvjaxs_own_code_multiplies_by_codes(bits, own_code):
+def test_kvjaxs_own_code_multiplies_by_codes(bits, native_products):
     for outputs, group, rows in ((1, 8, 1), (77, 24, 3), (200, 48, 8), (64, 96, 64)):
         coded = quantize(jnp.asarray(matrix(bits, 96, outputs)), bits, group, jnp.float32)
         x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, 96)), jnp.float32)

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax import policies, products, storage
 from kvjax.cache import Limits
-from kvjax.products import choice, native, used_slots
+from kvjax.products import native
 from kvjax.products.codes import codes_product
 from kvjax.products.forms import CACHE_DTYPES, dot
 from kvjax.products.used_slots import attend_slots, slots_product
@@ -208,16 +208,6 @@ def test_codes_of_the_slots_in_use_are_multiplied_and_no_others_are_read(codec, 
     np.testing.assert_array_equal(short[0], got[1, 1:4, :130] if transposed else got[1, 1:4])
 
 
-@pytest.fixture
-def small_caches(monkeypatch):
-    """Attention reads the slots in use, of caches of any size."""
-    before = choice.setting()
-    monkeypatch.setattr(used_slots, "MIN_CACHE", 1)
-    products.use("native")
-    yield
-    products.use(before)
-
-
 PROMPT, NEW = random_tokens(1, 9, seed=1)[0], 6
 
 
@@ -225,7 +215,7 @@ PROMPT, NEW = random_tokens(1, 9, seed=1)[0], 6
 @pytest.mark.parametrize(
     "held", [storage.dense(), storage.fp16(), storage.int8(), storage.turboquant(4)], ids=lambda held: held.name
 )
-def test_attention_does_not_depend_on_the_allocated_slots(small_caches, held):
+def test_attention_does_not_depend_on_the_allocated_slots(native_attention, held):
     """Nor on the batch: the same tokens and log-probabilities, bit for bit."""
     model = tiny(layers=1).model
     # Other products are of other numbers of rows, and rounded by them.
@@ -244,7 +234,7 @@ def test_attention_does_not_depend_on_the_allocated_slots(small_caches, held):
     np.testing.assert_allclose(plain.logprobs, few.logprobs, atol=1e-5)
 
 
-def test_a_request_does_not_depend_on_its_neighbours(small_caches):
+def test_a_request_does_not_depend_on_its_neighbours(native_attention):
     """A short request has the same bits alone and beside a long one, by one program."""
     limits, found, compiled = Limits(prompt=40, new_tokens=60), [], []
     listener = lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None  # noqa: E731
