@@ -23,6 +23,7 @@ MAX_NATS = 700.0  # whose exponential is a float64
 LABELS = 16  # caches that a plot has room to name
 SELECTED = f"full{JOINED}"  # how the name of a cache begins whose selection reads a full one
 BUDGET = re.compile(r", (?:\w+=)?\{\w+\}|(?:\w+=)?\{\w+\}(?:, )?")  # arguments that `cells.filled` fills
+SETTING = re.compile(r", \w+=[^,()]+|\w+=[^,()]+(?:, )?")  # arguments with a name
 RULER = re.compile(r"^ruler_\w+")  # the name of a task, before its settings
 MIN_VALUES = 8  # rows or questions of which the bootstrap says something
 LOSS, HELD, RANK = "perplexity", "held", "mean rank"
@@ -249,7 +250,7 @@ def _tick(axis: Any, values: Sequence[float]) -> None:
 
     low, high = min(values), max(values)
     # An axis of shares begins above 0; one of differences may have 0 on it.
-    ticks = TICKS if axis.get_scale() == "log" else (0, *TICKS)
+    ticks = TICKS if axis.get_scale() == "log" else (0, *(tick for tick in TICKS if tick >= 0.5))
     first = max((tick for tick in ticks if tick <= low), default=low)
     last = min((tick for tick in ticks if tick >= high and tick > first), default=max(high, first + 1))
     shown = [tick for tick in ticks if first <= tick <= last]
@@ -264,9 +265,22 @@ def on_front(points: Sequence[tuple[str, float, float]]) -> set[str]:
 
 
 def labels_of(caches: Sequence[str]) -> dict[str, str]:
-    """Returns short names for a plot: without the full cache that a selection reads, and without budgets."""
-    short = {each: BUDGET.sub("", each).replace("()", "").removeprefix(SELECTED) for each in caches}
-    return {each: name if [*short.values()].count(name) == 1 else each for each, name in short.items()}
+    """Returns short names for a plot: without budgets and settings where the names still differ.
+
+    The full cache that a selection reads or a storage holds is left out too.
+    """
+    without_budget = [_short(BUDGET.sub("", each)) for each in caches]
+    without_settings = [_short(SETTING.sub("", BUDGET.sub("", each))) for each in caches]
+    choices = zip(without_settings, without_budget, caches, strict=True)
+    columns = (without_settings, without_budget, list(caches))
+    return {
+        each: next(name for name, column in zip(names, columns, strict=True) if column.count(name) == 1)
+        for each, names in zip(caches, choices, strict=True)
+    }
+
+
+def _short(cache: str) -> str:
+    return cache.replace("()", "").removeprefix(SELECTED)
 
 
 def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
@@ -291,13 +305,17 @@ def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
             points = sorted((100 * _held(row), float(value(row))) for row in own)
             color = plots.COLORS[number % len(plots.COLORS)] if cache in named else plots.FULL_COLOR
             x, y = zip(*points, strict=True)
-            ax.plot(x, y, marker="o", markersize=3, linewidth=1, color=color, alpha=0.8)
+            ax.plot(x, y, linewidth=1, color=color, alpha=0.8)
+            # Labels have a white border: above the points without a name, below the others.
+            order = 4 if cache in named else 2
+            ax.plot(x, y, "o", markersize=3, color=color, alpha=0.8, clip_on=False, zorder=order)
             if cache in named:
                 ends.append((x[-1], y[-1], labels[cache], color))
         ax.set_xscale("log")
         _tick(ax.xaxis, [100 * _held(row) for row in rows])
         if smaller:
-            ax.set_yscale("symlog", linthresh=1)
+            # Differences below 1 % are within the intervals: less room for them than for a factor of ten above it.
+            ax.set_yscale("symlog", linthresh=1, linscale=0.4)
             _tick(ax.yaxis, [float(value(row)) for row in rows])
         plots.label_lines(ax, ends)
     return plots.png(figure)

@@ -87,8 +87,15 @@ def png(figure: Any, weights: str = "") -> bytes:
     return buffer.getvalue()
 
 
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Moves ascending places apart until each is `gap` from the next, as little as possible in the mean."""
+def spread(places: Sequence[float], gap: float, low: float = -np.inf, high: float = np.inf) -> list[float]:
+    """Moves ascending places apart until each is `gap` from the next, as little as possible in the mean.
+
+    Args:
+      places: of labels, ascending.
+      gap: the least distance between two of them.
+      low: the least place; it is kept where there is not enough room between both bounds.
+      high: the largest place.
+    """
     groups: list[list[float]] = []  # each [mean of its places, how many]
 
     def top_and_bottom(below: list[float], above: list[float]) -> tuple[float, float]:
@@ -103,27 +110,45 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
             mean, count = groups.pop()
             total = groups[-1][1] + count
             groups[-1] = [(groups[-1][0] * groups[-1][1] + mean * count) / total, total]
-    return [mean + (i - (count - 1) / 2) * gap for mean, count in groups for i in range(int(count))]
+    apart = np.array([mean + (i - (count - 1) / 2) * gap for mean, count in groups for i in range(int(count))])
+    steps = gap * np.arange(len(apart))
+    return list(np.maximum(np.minimum(apart - steps, high - steps[-1:]), low) + steps)
 
 
 def label_lines(axes: "Axes", ends: Sequence[tuple[float, float, str, str]]) -> None:
     """Labels each line at its right end instead of in a legend, moved apart where the labels would touch.
 
+    Labels stay between the top and the bottom of the axes where they have room.
+
     Args:
       ends: x, y, text and colour of each.
     """
+    from matplotlib import patheffects
+
     axes.figure.canvas.draw()
-    # Points between lines of text. All labels are as far apart as the one of most lines needs.
-    most = max((text.count("\n") + 1 for _, _, text, _ in ends), default=1)
-    to_pixels, gap = axes.transData.transform, 11 * most * axes.figure.dpi / 72
-    ordered = sorted(ends, key=lambda end: end[1])
-    heights = spread([to_pixels((x, y))[1] for x, y, *_ in ordered], gap)
-    for (x, y, text, color), height in zip(ordered, heights, strict=True):
-        offset = (height - to_pixels((x, y))[1]) * 72 / axes.figure.dpi
-        axes.annotate(
-            text, (x, y), (6, offset), textcoords="offset points", va="center", color=color, fontsize=9, clip_on=False,
-            annotation_clip=False,
-        )  # fmt: skip
+    dpi, to_pixels = axes.figure.dpi, axes.transData.transform
+    # Labels that are side by side need no distance from each other.
+    beside: list[list[tuple[float, float, str, str]]] = []
+    right = -np.inf
+    for end in sorted(ends):
+        left = to_pixels(end[:2])[0]
+        if left > right:
+            beside.append([])
+        beside[-1].append(end)
+        right = max(right, left + dpi * inches([end[2]]))
+    for group in beside:
+        # Points between lines of text. All labels are as far apart as the one of most lines needs.
+        gap = 11 * max(text.count("\n") + 1 for _, _, text, _ in group) * dpi / 72
+        ordered = sorted(group, key=lambda end: end[1])
+        bottom, top = axes.bbox.y0 + gap / 2, axes.bbox.y1 - gap / 2
+        heights = spread([to_pixels((x, y))[1] for x, y, *_ in ordered], gap, bottom, top)
+        for (x, y, text, color), height in zip(ordered, heights, strict=True):
+            offset = (height - to_pixels((x, y))[1]) * 72 / dpi
+            axes.annotate(
+                text, (x, y), (6, offset), textcoords="offset points", va="center", color=color, fontsize=9,
+                clip_on=False, annotation_clip=False,
+                path_effects=[patheffects.withStroke(linewidth=2, foreground="white")],
+            )  # fmt: skip
 
 
 def run_plot(measurements: Sequence[Measurement], weights: str = "") -> bytes:

@@ -47,6 +47,22 @@ def test_labels_are_moved_apart_and_no_further(places, expected):
     assert plots.spread(places, 10) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([], []),
+        ([1, 1, 50], [5, 15, 50]),
+        ([50, 94, 96], [50, 85, 95]),
+        # Those that are moved up push the next one.
+        ([0, 0, 18], [5, 15, 25]),
+        # Without enough room they begin at the lower bound.
+        ([0] * 12, list(range(5, 125, 10))),
+    ],
+)
+def test_labels_stay_between_bounds(places, expected):
+    assert plots.spread(places, 10, low=5, high=95) == pytest.approx(expected)
+
+
 def test_a_table_says_so_when_there_is_nothing():
     assert tables.table([]) == "(nothing)"
 
