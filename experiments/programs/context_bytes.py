@@ -17,8 +17,8 @@ import kvjax
 from experiments import results
 from experiments.config import DataConfig
 from experiments.context_bytes import ALL
-from experiments.leaderboards.page import interval
 from experiments.programs.storage_tables import EXAMPLES
+from experiments.reports.bootstrap import interval
 from experiments.runs import data, identity, machine
 from kvjax import contexts, policies, storage, transport
 from kvjax.cache.planning.limits import Limits

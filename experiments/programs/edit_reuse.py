@@ -15,8 +15,8 @@ from tabulate import tabulate
 import kvjax
 from experiments import results
 from experiments.config import DataConfig
-from experiments.leaderboards.page import interval
 from experiments.progress import counted
+from experiments.reports.bootstrap import interval
 from experiments.runs import data, identity, machine
 from kvjax import contexts, policies, reuse
 from kvjax.cache import Limits

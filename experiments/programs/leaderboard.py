@@ -76,9 +76,11 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
         if not isinstance(peer, dict) or not {"answers", "model"} <= peer.keys():
             raise ConfigError(f"--kvpress={values.kvpress} is not a file of `python -m experiments.bench answers`.")
     if values.page:
-        found = results.read_json(Path(values.page))
-        if not isinstance(found, dict) or "rows" not in found:
-            raise ConfigError(f"--page={values.page} is not a {JSON_FILE}.")
+        parts = [results.read_json(Path(each)) for each in values.page]
+        for each, part in zip(values.page, parts, strict=True):
+            if not isinstance(part, dict) or "rows" not in part:
+                raise ConfigError(f"--page={each} is not a {JSON_FILE}.")
+        found = page.merged(parts)
     else:
         # The folder of results is of this machine.
         left_out = ("--config.output=", "--rerun", "--kvpress=", "--peaks")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from experiments.leaderboards.page import interval
 from experiments.papers.statistics import paired_bootstrap
 from experiments.reports import tables
+from experiments.reports.bootstrap import interval
 from kvjax.analysis import OutputError
 
 MOST_LAYERS = 12  # of a model whose layers have columns

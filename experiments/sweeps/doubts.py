@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from experiments.leaderboards.page import MIN_VALUES
 from experiments.papers.statistics import MIN_PROMPTS, MIN_ROWS
 from experiments.reports import tables
+from experiments.reports.bootstrap import MIN_VALUES
 from experiments.reports.tables import Row
 from experiments.sweeps import intervals, seeds, table
 from experiments.sweeps.intervals import AGREEMENT, FULL, PERPLEXITY, SAME_UNTIL, Values

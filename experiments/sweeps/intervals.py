@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from experiments.leaderboards.page import interval
 from experiments.papers import statistics
 from experiments.papers.statistics import Comparison
 from experiments.reports import tables
+from experiments.reports.bootstrap import interval
 from experiments.reports.tables import Row
 
 PERPLEXITY, AGREEMENT, SAME_UNTIL = "perplexity", "agrees with full", "first differs after"  # columns of tables

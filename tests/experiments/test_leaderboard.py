@@ -10,11 +10,12 @@ import pytest
 import kvjax
 from experiments import cli, leaderboard, specs
 from experiments.config import DataConfig, ModelConfig
-from experiments.leaderboards import caches, cells, generation, page, peaks
+from experiments.leaderboards import caches, cells, generation, page, pareto, peaks, scores
 from experiments.leaderboards import turns as turns_page
 from experiments.leaderboards.cells import Cell
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import leaderboard as program
+from experiments.reports.bootstrap import interval
 from experiments.runs.resolve import decoder_config
 from experiments.tasks import registry, ruler
 from kvjax import policies
@@ -109,11 +110,11 @@ def test_intervals_hold_the_mean_and_narrow_with_more_rows():
     rng = np.random.default_rng(0)
     few, many = rng.standard_normal(10), rng.standard_normal(1000)
     for values in (few, many):
-        low, high = page.interval(values, "x")
+        low, high = interval(values, "x")
         assert low < values.mean() < high
         # That of the normal distribution, about.
         assert high - low == pytest.approx(2 * 1.96 * values.std() / math.sqrt(values.size), rel=0.1)
-    assert page.interval(many, "x") == page.interval(many, "x")
+    assert interval(many, "x") == interval(many, "x")
 
 
 def test_ranks_are_means_over_columns_and_ties_share():
@@ -121,22 +122,57 @@ def test_ranks_are_means_over_columns_and_ties_share():
     middle = made("b", 0.1, [1.5, 1.5], [0.0, 100.0])
     worst = made("c", 0.1, [2.0, 2.0], [0.0, 100.0])
     # By perplexity 1, 2, 3; by the task 1 and twice 2.5.
-    assert page.ranked([best, middle, worst]) == [1.0, 2.25, 2.75]
+    assert scores.ranked([best, middle, worst]) == [1.0, 2.25, 2.75]
 
 
 def test_the_front_has_what_no_other_beats_in_both_numbers():
-    assert page.on_front([("a", 1, 2), ("b", 2, 1), ("c", 2, 2), ("d", 1, 2)]) == {"a", "b", "d"}
+    assert pareto.on_front([("a", 1, 2), ("b", 2, 1), ("c", 2, 2), ("d", 1, 2)]) == {"a", "b", "d"}
     many = [made(f"h2o{number}", 0.1, [1.0 + number, 1.1], [100.0, 0.0], held=16 + number) for number in range(20)]
-    assert page.plot(many, {"needle(depths=5)": "needle"}).startswith(b"\x89PNG")
+    assert pareto.plot(many).startswith(b"\x89PNG")
 
 
 def test_labels_of_a_plot_are_short_and_differ():
     chosen = ("full + quest(page=16, budget={tokens})", "full + alisa({tokens}, first_layer=2)", "h2o + int8")
-    assert page.labels_of(chosen) == dict(zip(chosen, ("quest", "alisa", "h2o + int8"), strict=True))
+    assert pareto.labels_of(chosen) == dict(zip(chosen, ("quest", "alisa", "h2o + int8"), strict=True))
     sizes = ("full + quest(page=16, budget={tokens})", "full + quest(page=8, budget={tokens})")
-    assert page.labels_of(sizes) == dict(zip(sizes, ("quest(page=16)", "quest(page=8)"), strict=True))
+    assert pareto.labels_of(sizes) == dict(zip(sizes, ("quest(page=16)", "quest(page=8)"), strict=True))
     same = ("full + infinigen(cap={tokens})", "full + infinigen(cap={share})", "window")
-    assert page.labels_of(same) == dict(zip(same, same, strict=True))
+    assert pareto.labels_of(same) == dict(zip(same, same, strict=True))
+
+
+def file(rows, command="x", **sizes):
+    """The contents of a leaderboard.json."""
+    return {"command": command, "sizes": page.sizes(config(texts=("a.txt",))) | sizes, "rows": rows}
+
+
+def test_files_become_one_page_with_a_summary_of_budgets():
+    first = file([made("h2o", 0.1, [1.2] * 3, [100.0, 0.0]), made("window", 0.1, [1.5] * 3, [0.0, 0.0])], "one")
+    second = file([made("h2o", 0.5, [1.1] * 3, [100.0, 100.0]), made("h2o", 0.1, [9.0] * 3, [0.0, 0.0])], "other")
+    found = page.merged([first, second])
+    assert found["command"] == "one\nother"
+    assert [(row["cache"], row["budget"]) for row in found["rows"]] == [("h2o", 0.1), ("window", 0.1), ("h2o", 0.5)]
+    assert found["rows"][0] == first["rows"][0], "the first file's"
+    text = page.files(found)[page.PAGE]
+    assert "`one`\n\n`other`" in text and "## 50 % of the prompt" in text
+    assert "## All budgets" not in text, "of one cache alone"
+    third = file([made("window", 0.5, [1.3] * 3, [0.0, 100.0])])
+    (best, other) = page.over_budgets(page.merged([first, second, third])["rows"])
+    assert best == {
+        "mean rank": "1.0", "cache": "`h2o`", "perplexity, 10 %": "+22.1 %", "perplexity, 50 %": "+10.5 %",
+        "tasks, 10 %": "50", "tasks, 50 %": "100",
+    }  # fmt: skip
+    assert other["cache"] == "`window`" and other["mean rank"] == "2.0"
+    assert "## All budgets" in page.files(page.merged([first, second, third]))[page.PAGE]
+
+
+def test_files_of_other_texts_or_tasks_are_refused():
+    first = file([made("h2o", 0.1, [1.2] * 3, [100.0])])
+    with pytest.raises(ConfigError, match="whose prompt differ: 48 and 64"):
+        page.merged([first, file([], prompt=64)])
+    other = made("h2o", 0.5, [1.2] * 3, [100.0])
+    other["tasks"]["copa"] = other["tasks"].pop("needle(depths=5)")
+    with pytest.raises(ConfigError, match=r"other tasks.*copa.*needle"):
+        page.merged([first, file([other])])
 
 
 def test_page_of_rows():
@@ -184,10 +220,10 @@ def test_page_of_rows():
 
 def test_rulers_tasks_of_one_length_are_one_column():
     row = made("h2o", 0.1, [1.2, 1.4], [100.0, 0.0])
-    for task, scores in (("niah_single_1", [100.0, 50.0]), ("vt", [0.0, 10.0])):
-        row["tasks"] |= {f"ruler_{task}(length=64)": {"scores": scores, "full": [100.0, 80.0]}}
+    for task, values in (("niah_single_1", [100.0, 50.0]), ("vt", [0.0, 10.0])):
+        row["tasks"] |= {f"ruler_{task}(length=64)": {"scores": values, "full": [100.0, 80.0]}}
     row["tasks"]["ruler_vt(length=128)"] = {"scores": [1.0, 3.0], "full": [5.0, 7.0]}
-    assert page.with_means(row)["tasks"] == {
+    assert scores.with_means(row)["tasks"] == {
         "needle(depths=5)": row["tasks"]["needle(depths=5)"],
         "ruler(length=64)": {"scores": [100.0, 50.0, 0.0, 10.0], "full": [100.0, 80.0, 100.0, 80.0]},
         "ruler_vt(length=128)": row["tasks"]["ruler_vt(length=128)"],
@@ -246,8 +282,8 @@ def test_a_long_generation_is_an_experiment_with_a_page():
 
 def test_page_by_turn():
     def turns(rows, held, tokens):
-        scores = {"slots held": held, "bytes": 4_096_000, "tokens recomputed": tokens, "score": 50.0}
-        return turns_page.turns_of({"by_turn": rows, "scores": scores})
+        means = {"slots held": held, "bytes": 4_096_000, "tokens recomputed": tokens, "score": 50.0}
+        return turns_page.turns_of({"by_turn": rows, "scores": means})
 
     full = turns([[100.0, 100.0, 50.0], [100.0, 0.0]], 100.0, 0)
     rows = [made("h2o", 0.1, [1.2], [50.0]), made("full + int4", None, [1.0], [50.0])]
@@ -356,6 +392,8 @@ def test_end_to_end_and_again(tmp_path, capsys):
     (folder / page.PAGE).unlink()
     assert leaderboard.main([*command, f"--page={folder / program.JSON_FILE}"]) == 0
     assert (folder / page.PAGE).read_text() == text
+    assert leaderboard.main([*command, f"--page={folder / program.JSON_FILE},{folder / program.JSON_FILE}"]) == 0
+    assert (folder / page.PAGE).read_text() == text, "the same cells twice"
     # A worker that finds the results of others has the whole page.
     assert "5 of 5 cells" in capsys.readouterr().out
     assert page.PEAK not in (folder / page.PAGE).read_text()

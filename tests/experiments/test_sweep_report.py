@@ -12,9 +12,9 @@ import pytest
 
 import experiments.sweep
 from experiments import progress, stages
-from experiments.leaderboards.page import interval
 from experiments.programs import sweep
 from experiments.reports import plots
+from experiments.reports.bootstrap import interval
 from experiments.runs import identity, session
 from experiments.sweeps import doubts, intervals, report, table
 from tests import browser

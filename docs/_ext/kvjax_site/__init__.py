@@ -25,7 +25,7 @@ MEASURED = {
     "experiments/measured/capacity/README.md": "capacity",
     "experiments/measured/papers/README.md": "papers",
     "experiments/measured/papers-smollm2/README.md": "papers-smollm2",
-    "experiments/measured/leaderboard/leaderboard.md": "leaderboard",
+    "experiments/measured/leaderboard/smollm2.md": "leaderboard",
     "experiments/measured/leaderboard/policies_tiny.md": "policies_tiny",
     "kvjax/pretrained/kvjax-tiny/README.md": "kvjax-tiny",
     "kvjax/pretrained/kvjax-tiny-gate/README.md": "kvjax-tiny-gate",

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.leaderboards.page import cells_of
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import CacheSpec
@@ -20,7 +19,7 @@ from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import Statistic, by_name
 from kvjax.policies import full
 from kvjax.units import size
-from kvjax_site import combine_page, peers, pictures, reading, survivors
+from kvjax_site import combine_page, leaderboard, peers, pictures, reading, survivors
 from kvjax_site.docstrings import markdown, paper_links, papers, summary
 from kvjax_site.entries import MORE, Entry
 
@@ -138,7 +137,7 @@ def _python(entry: Entry) -> str:
 
 def policy_facts(entry: Entry, root: Path, drawn: Drawn) -> list[str]:
     """Returns the parts of a policy's page that follow its definition."""
-    return [*_parts(entry), *_kept(entry, drawn), *_costs(entry, root), *_leaderboard(entry, root)]
+    return [*_parts(entry), *_kept(entry, drawn), *_costs(entry, root), *leaderboard.section(entry.name, root)]
 
 
 def _parts(entry: Entry) -> list[str]:
@@ -238,26 +237,6 @@ def _relative_times(root: Path) -> dict[str, float]:
     return {row["policy"]: row["times h2o"] for row in found["policies"]}
 
 
-def _leaderboard(entry: Entry, root: Path) -> list[str]:
-    found = json.loads((root / MEASURED / "leaderboard" / "leaderboard.json").read_text())
-    rows = [row for row in found["rows"] if row["status"] == "ok" and row["cache"].partition("(")[0] == entry.name]
-    if not rows:
-        return []
-    sizes = found["sizes"]
-    lines = [
-        "## How it fares", "",
-        f"{sizes['model']}, {sizes['new']} tokens after prompts of {sizes['prompt']:,}, {sizes['rows']} rows of "
-        f"{', '.join(sizes['texts'])}: perplexity above that of the full cache, with 95 % intervals. The "
-        "[leaderboard](../measured/leaderboard.md) has the others, and [](../../leaderboard.md) says how it is made.",
-        "",
-        "| cache | budget | bytes held, of the full cache's | perplexity |", "|---|---|---|---|",
-    ]  # fmt: skip
-    for row in rows:
-        cells = cells_of(row, {})
-        lines.append(f"| {cells['cache']} | {100 * row['budget']:g} % | {cells['held']} | {cells['perplexity']} |")
-    return [*lines, ""]
-
-
 def bytes_of(entry: Entry, text: str, dtype: str) -> int:
     """Returns the bytes of a slot of one KV head with `DIM` channels."""
     count: int = entry.build(text).bytes_per_slot(DIM, dtype)
@@ -320,7 +299,7 @@ def selection_facts(entry: Entry, root: Path, drawn: Drawn) -> list[str]:
         f"| slots are chosen | {f'{made.unit} at a time' if made.unit > 1 else 'one by one'} |",
         f"| chosen before the layer begins | {'yes: slots can be fetched meanwhile' if made.ahead else 'no'} |",
     ]  # fmt: skip
-    return [*lines, "", *_read(entry, drawn)]
+    return [*lines, "", *_read(entry, drawn), *leaderboard.section(entry.name, root)]
 
 
 @functools.cache
