@@ -110,9 +110,9 @@ def spread(places: Sequence[float], gap: float, low: float = -np.inf, high: floa
             mean, count = groups.pop()
             total = groups[-1][1] + count
             groups[-1] = [(groups[-1][0] * groups[-1][1] + mean * count) / total, total]
-    apart = np.array([mean + (i - (count - 1) / 2) * gap for mean, count in groups for i in range(int(count))])
-    steps = gap * np.arange(len(apart))
-    return list(np.maximum(np.minimum(apart - steps, high - steps[-1:]), low) + steps)
+    moved = np.array([mean + (i - (count - 1) / 2) * gap for mean, count in groups for i in range(int(count))])
+    steps = gap * np.arange(len(moved))
+    return list(np.maximum(np.minimum(moved - steps, high - steps[-1:]), low) + steps)
 
 
 def label_lines(axes: "Axes", ends: Sequence[tuple[float, float, str, str]]) -> None:
@@ -128,15 +128,15 @@ def label_lines(axes: "Axes", ends: Sequence[tuple[float, float, str, str]]) -> 
     axes.figure.canvas.draw()
     dpi, to_pixels = axes.figure.dpi, axes.transData.transform
     # Labels that are side by side need no distance from each other.
-    beside: list[list[tuple[float, float, str, str]]] = []
+    columns: list[list[tuple[float, float, str, str]]] = []
     right = -np.inf
     for end in sorted(ends):
         left = to_pixels(end[:2])[0]
         if left > right:
-            beside.append([])
-        beside[-1].append(end)
+            columns.append([])
+        columns[-1].append(end)
         right = max(right, left + dpi * inches([end[2]]))
-    for group in beside:
+    for group in columns:
         # Points between lines of text. All labels are as far apart as the one of most lines needs.
         gap = 11 * max(text.count("\n") + 1 for _, _, text, _ in group) * dpi / 72
         ordered = sorted(group, key=lambda end: end[1])
