@@ -25,7 +25,7 @@ from experiments.leaderboards.config import LeaderboardConfig
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string("add", [], "a policy of your own, such as mine.py:loudest", flag_values=values)
-    flags.DEFINE_list("page", [], "only write the page of these leaderboard.json", flag_values=values)
+    flags.DEFINE_list("page", [], "only write the page of these leaderboard.json files", flag_values=values)
     flags.DEFINE_string("kvpress", None, "a file of `bench answers`, for a column of the page", flag_values=values)
     flags.DEFINE_bool("peaks", False, "also plan the memory that each cell needs at its peak", flag_values=values)
     flags.DEFINE_bool("rerun", False, "also run what already has a result", flag_values=values)

@@ -307,18 +307,20 @@ def forget_programs(request):
 
 @contextlib.contextmanager
 def native_code(target: str):
-    """Products by kvjax's own code; a test is skipped where a custom call of it cannot be built."""
+    """Products by kvjax's own code; a test is skipped where this custom call cannot be built."""
     if reason := native.load(target):
         pytest.skip(reason)
     before = products.setting()
     products.use("native")
-    yield
-    products.use(before)
+    try:
+        yield
+    finally:
+        products.use(before)
 
 
 @pytest.fixture(scope="module")
 def native_products():
-    """Products by kvjax's own code."""
+    """Products by kvjax's own code, for the tests of a module."""
     with native_code(native.TARGET):
         yield
 

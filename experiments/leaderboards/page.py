@@ -16,19 +16,20 @@ from kvjax.typing import JsonObject
 
 PAGE = "leaderboard.md"
 MAX_PERCENT = 1e5  # that is written out
+SAME_NATS = 0.01  # a token, by which the full cache's perplexity may differ between machines
 HELD, RANK, TASKS = "held", "mean rank", "tasks"
 PEAK, FOOTPRINT, READ, TIME, PEER = "peak", "footprint", "read", "time of a step", "as kvpress"
 
 ABOUT = """\
 {model} in {dtype} on {machines}. Perplexity is that of {new} tokens after prompts of {prompt}, by teacher forcing, on
-{rows} rows of each text ({texts}); it is given as what it is above the full cache's on the same rows. Scores of tasks
+{rows} rows of each text ({texts}); it is given as the increase over the full cache's on the same rows. Scores of tasks
 are means over their questions, of 100. In parentheses are 95 % intervals, by the bootstrap over rows or questions where
 there are at least {least}: this page alone cannot tell caches whose intervals overlap from each other. *Held* is the
 share of the bytes of a full cache in {dtype}. *Mean rank* is over perplexity and tasks, among the caches of the same
 table, whatever they hold; 1 is the best. RULER's tasks of the same settings are one column, over all questions."""
 ABOUT_SUMMARY = """\
 Perplexity above the full cache's, and the mean score of all tasks, of caches with several budgets; intervals are in
-the tables below. *Mean rank* is that among these caches, as a mean over budgets."""
+the tables below. *Mean rank* is that among these caches, as a mean over the budgets that all of them have."""
 #: Columns that older files lack, or that are measured if they are asked for.
 ABOUT_MORE = {
     PEAK: "*Peak* is the memory that reading the prompts or a decoding step needs beyond the weights, whichever is\n"
@@ -78,30 +79,40 @@ def with_peer(rows: Sequence[JsonObject], found: Mapping[str, Any], model: str) 
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> JsonObject:
-    """Returns the contents of several files as those of one; of a cell in several, the first file's.
+    """Returns the contents of several files as those of one.
+
+    If several files have a cell, the first one is used that has a result of it.
 
     Args:
       parts: contents of leaderboard.json, of the same model, texts and tasks.
 
     Raises:
-      ConfigError: they differ in that.
+      ConfigError: if they differ in that, or in the perplexity of the full cache.
     """
     first = parts[0]
-    for part in parts[1:]:
-        if unlike := [name for name in first["sizes"] if part["sizes"].get(name) != first["sizes"][name]]:
-            name = unlike[0]
-            raise ConfigError(
-                f"--page has files whose {name} differ: {first['sizes'][name]} and {part['sizes'].get(name)}; "
-                "give those of the same model, texts and sizes."
-            )
-    # Later ones first, so that earlier ones replace them.
-    rows = {(row["cache"], row["budget"]): row for part in reversed(parts) for row in part["rows"]}
-    listed = dict.fromkeys((row["cache"], row["budget"]) for part in parts for row in part["rows"])
-    tasks = {tuple(sorted(row["tasks"])) for row in rows.values() if row["status"] == "ok"}
+    rows: dict[tuple[str, float | None], JsonObject] = {}
+    for part in parts:
+        for name, size in first["sizes"].items():
+            if part["sizes"].get(name) != size:
+                raise ConfigError(f"--page has files that differ in {name}: {size} and {part['sizes'].get(name)}.")
+        for row in part["rows"]:
+            key = row["cache"], row["budget"]
+            if key not in rows or rows[key]["status"] != "ok":
+                rows[key] = row
+    measured = [row for row in rows.values() if row["status"] == "ok"]
+    tasks = {tuple(sorted(row["tasks"])) for row in measured}
     if len(tasks) > 1:
-        raise ConfigError(f"--page has files with other tasks: {' and '.join(str(each) for each in sorted(tasks))}.")
+        raise ConfigError(f"--page has files that differ in tasks: {' and '.join(map(str, sorted(tasks)))}.")
+    for text in measured[0]["full_nats"] if measured else ():
+        full = [float(np.mean(row["full_nats"][text])) for row in measured]
+        if max(full) - min(full) > SAME_NATS:
+            low, high = (f"{math.exp(nats):.2f}" for nats in (min(full), max(full)))
+            raise ConfigError(
+                f"--page has files with other perplexities of the full cache on {text}, {low} and {high}: the text "
+                "or the weights differ."
+            )
     commands = "\n".join(dict.fromkeys(part["command"] for part in parts))
-    return {"command": commands, "sizes": first["sizes"], "rows": [rows[key] for key in listed]}
+    return {"command": commands, "sizes": first["sizes"], "rows": list(rows.values())}
 
 
 def over_budgets(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -109,6 +120,9 @@ def over_budgets(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
     Args:
       rows: see `experiments.leaderboards.cells.row`.
+
+    Returns:
+      Column -> text of each cache, by their mean rank over the budgets that all of them have.
     """
     found: dict[str, dict[float, Mapping[str, Any]]] = {}
     for row in rows:
@@ -116,23 +130,28 @@ def over_budgets(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
             found.setdefault(row["cache"], {})[row["budget"]] = row
     found = {cache: own for cache, own in found.items() if len(own) > 1}
     budgets = sorted({budget for own in found.values() for budget in own})
-    ranks: dict[str, list[float]] = {cache: [] for cache in found}
-    for budget in budgets:
-        own = [each[budget] for each in found.values() if budget in each]
-        for row, rank in zip(own, scores.ranked(own), strict=True):
-            ranks[row["cache"]].append(rank)
+    common = [budget for budget in budgets if all(budget in own for own in found.values())]
+    # [budgets, caches]
+    ranks = [scores.ranked([own[budget] for own in found.values()]) for budget in common]
+    mean = dict(zip(found, np.mean(ranks, axis=0), strict=True)) if ranks else {}
     columns = {LOSS: lambda row: f"{_shown(scores.increase(row))} %"}
     if any(row["tasks"] for row in rows):
         columns[TASKS] = lambda row: f"{scores.task_mean(row):.0f}"
     return [
-        {RANK: f"{np.mean(ranks[cache]):.1f}", "cache": f"`{cache}`"}
+        ({RANK: f"{mean[cache]:.1f}"} if mean else {})
+        | {"cache": f"`{cache}`", HELD: _range([scores.held(row) for row in found[cache].values()])}
         | {
             f"{name}, {100 * budget:g} %": show(found[cache][budget]) if budget in found[cache] else ""
             for name, show in columns.items()
             for budget in budgets
         }
-        for cache in sorted(found, key=lambda cache: np.mean(ranks[cache]))
+        for cache in sorted(found, key=lambda cache: mean.get(cache, 0.0))
     ]
+
+
+def _range(shares: Sequence[float]) -> str:
+    low, high = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
+    return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def _shown(percent: float) -> str:

@@ -1,5 +1,6 @@
 """Plots of a leaderboard: perplexity and the scores of tasks against the bytes held."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ def _tick(axis: Any, values: Sequence[float]) -> None:
     # An axis of shares begins above 0; one of differences may have 0 on it.
     ticks = TICKS if axis.get_scale() == "log" else (0, *(tick for tick in TICKS if tick >= 0.5))
     first = max((tick for tick in ticks if tick <= low), default=low)
-    last = min((tick for tick in ticks if tick >= high and tick > first), default=max(high, first + 1))
+    last = min((tick for tick in ticks if tick >= high and tick > first), default=max(min(high, TICKS[-1]), first + 1))
     shown = [tick for tick in ticks if first <= tick <= last]
     axis.set_minor_locator(NullLocator())
     axis.set_ticks(shown, [f"{tick:g}" for tick in shown])
@@ -57,7 +58,7 @@ def _short(cache: str) -> str:
 def plot(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Draws perplexity, and the mean of all tasks, against the share of bytes held.
 
-    Of more than `LABELS` caches, only those on the Pareto front have a name and a color, and those with several
+    With more than `LABELS` caches, only those on the Pareto front have a name and a color, and those with several
     budgets if these are few.
 
     Args:
@@ -79,10 +80,11 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> bytes:
         ends = []
         points_of = [(row["cache"], scores.held(row), value(row) * (1 if smaller else -1)) for row in rows]
         named = set(caches) if len(caches) <= LABELS else on_front(points_of) | lines
-        for number, cache in enumerate(caches):
+        colors = dict(zip((cache for cache in caches if cache in named), itertools.cycle(plots.COLORS)))
+        for cache in caches:
             own = [row for row in rows if row["cache"] == cache]
             points = sorted((100 * scores.held(row), value(row)) for row in own)
-            color = plots.COLORS[number % len(plots.COLORS)] if cache in named else plots.FULL_COLOR
+            color = colors.get(cache, plots.FULL_COLOR)
             x, y = zip(*points, strict=True)
             ax.plot(x, y, linewidth=1, color=color, alpha=0.8)
             # Labels have a white border: above the points without a name, below the others.

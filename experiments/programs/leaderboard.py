@@ -78,7 +78,7 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
     if values.page:
         parts = [results.read_json(Path(each)) for each in values.page]
         for each, part in zip(values.page, parts, strict=True):
-            if not isinstance(part, dict) or "rows" not in part:
+            if not isinstance(part, dict) or not {"command", "rows", "sizes"} <= part.keys():
                 raise ConfigError(f"--page={each} is not a {JSON_FILE}.")
         found = page.merged(parts)
     else:

@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 RESAMPLES = 2_000
 LOW, HIGH = 2.5, 97.5  # percentiles of a 95 % interval
-MIN_VALUES = 8  # rows or questions of which the bootstrap says something
+MIN_VALUES = 8  # the fewest rows or questions that get an interval
 
 
 def interval(values: ArrayLike, name: str) -> tuple[float, float]:

@@ -146,32 +146,45 @@ def file(rows, command="x", **sizes):
 
 
 def test_files_become_one_page_with_a_summary_of_budgets():
-    first = file([made("h2o", 0.1, [1.2] * 3, [100.0, 0.0]), made("window", 0.1, [1.5] * 3, [0.0, 0.0])], "one")
+    failed = {"cache": "h2o", "budget": 0.5, "status": "failed", "error": "it broke"}
+    first = file([made("h2o", 0.1, [1.2] * 3, [100.0, 0.0]), failed, made("window", 0.1, [1.5] * 3, [0.0, 0.0])], "one")
     second = file([made("h2o", 0.5, [1.1] * 3, [100.0, 100.0]), made("h2o", 0.1, [9.0] * 3, [0.0, 0.0])], "other")
     found = page.merged([first, second])
     assert found["command"] == "one\nother"
-    assert [(row["cache"], row["budget"]) for row in found["rows"]] == [("h2o", 0.1), ("window", 0.1), ("h2o", 0.5)]
-    assert found["rows"][0] == first["rows"][0], "the first file's"
+    assert found["rows"] == [first["rows"][0], second["rows"][0], first["rows"][2]], "the first result of each"
+    assert page.merged([file([failed]), file([failed])])["rows"] == [failed]
     text = page.files(found)[page.PAGE]
     assert "`one`\n\n`other`" in text and "## 50 % of the prompt" in text
     assert "## All budgets" not in text, "of one cache alone"
-    third = file([made("window", 0.5, [1.3] * 3, [0.0, 100.0])])
-    (best, other) = page.over_budgets(page.merged([first, second, third])["rows"])
+    third = file([made("window", 0.5, [1.3] * 3, [0.0, 100.0], held=60)])
+    best, other = page.over_budgets(page.merged([first, second, third])["rows"])
     assert best == {
-        "mean rank": "1.0", "cache": "`h2o`", "perplexity, 10 %": "+22.1 %", "perplexity, 50 %": "+10.5 %",
-        "tasks, 10 %": "50", "tasks, 50 %": "100",
+        "mean rank": "1.0", "cache": "`h2o`", "held": "50 %", "perplexity, 10 %": "+22.1 %",
+        "perplexity, 50 %": "+10.5 %", "tasks, 10 %": "50", "tasks, 50 %": "100",
     }  # fmt: skip
-    assert other["cache"] == "`window`" and other["mean rank"] == "2.0"
+    assert other["cache"] == "`window`" and other["mean rank"] == "2.0" and other["held"] == "50 to 60 %"
     assert "## All budgets" in page.files(page.merged([first, second, third]))[page.PAGE]
 
 
-def test_files_of_other_texts_or_tasks_are_refused():
+def test_ranks_over_budgets_are_of_those_that_all_caches_have():
+    rows = [made("h2o", 0.1, [1.5] * 3, [0.0]), made("h2o", 0.2, [1.1] * 3, [0.0]), made("h2o", 0.5, [1.1] * 3, [9.0])]
+    better = [made("window", 0.1, [1.4] * 3, [1.0]), made("window", 0.5, [1.0] * 3, [10.0])]
+    first, second = page.over_budgets(rows + better)
+    assert (first["cache"], first["mean rank"], first["perplexity, 20 %"]) == ("`window`", "1.0", "")
+    assert (second["cache"], second["mean rank"]) == ("`h2o`", "2.0")
+    disjoint = [made("window", 0.3, [1.4] * 3, [1.0]), made("window", 0.4, [1.0] * 3, [10.0])]
+    assert all("mean rank" not in row for row in page.over_budgets(rows + disjoint))
+
+
+def test_files_of_other_texts_tasks_or_weights_are_refused():
     first = file([made("h2o", 0.1, [1.2] * 3, [100.0])])
-    with pytest.raises(ConfigError, match="whose prompt differ: 48 and 64"):
+    with pytest.raises(ConfigError, match="differ in prompt: 48 and 64"):
         page.merged([first, file([], prompt=64)])
     other = made("h2o", 0.5, [1.2] * 3, [100.0])
+    with pytest.raises(ConfigError, match=r"perplexities of the full cache on a\.txt, 2\.72 and 3\.00"):
+        page.merged([first, file([other | {"full_nats": {"a.txt": [1.1] * 3}}])])
     other["tasks"]["copa"] = other["tasks"].pop("needle(depths=5)")
-    with pytest.raises(ConfigError, match=r"other tasks.*copa.*needle"):
+    with pytest.raises(ConfigError, match=r"differ in tasks.*copa.*needle"):
         page.merged([first, file([other])])
 
 

@@ -63,6 +63,15 @@ def test_labels_stay_between_bounds(places, expected):
     assert plots.spread(places, 10, low=5, high=95) == pytest.approx(expected)
 
 
+def test_only_labels_that_would_overlap_are_moved():
+    _, ((axes,),) = plots.new_figure(1, figsize=(6, 4))
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    plots.label_lines(axes, [(1, 5, "first", "k"), (1, 5, "second", "k"), (6, 5, "alone", "k"), (9, 0, "lowest", "k")])
+    shifts = {text.get_text(): text.xyann[1] for text in axes.texts}
+    assert shifts["alone"] == pytest.approx(0) and shifts["lowest"] > 0
+    assert abs(shifts["first"] - shifts["second"]) == pytest.approx(11)
+
+
 def test_a_table_says_so_when_there_is_nothing():
     assert tables.table([]) == "(nothing)"
 

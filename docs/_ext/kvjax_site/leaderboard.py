@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from experiments.config import JOINED
-from experiments.leaderboards.page import cells_of, merged
+from experiments.leaderboards import scores
+from experiments.leaderboards.page import HELD, READ, cells_of, merged
+from experiments.leaderboards.scores import LOSS
 from experiments.reports import tables
 from kvjax.typing import JsonObject
 
+BUDGET = "budget"
 FOLDER = Path("experiments", "measured", "leaderboard")
 #: Files that experiments/measured/leaderboard/smollm2.md is made of.
 FILES = ("policies_smollm2.json", "budgets_smollm2.json", "budget5_smollm2.json")
@@ -24,27 +27,30 @@ def section(name: str, root: Path) -> list[str]:
       root: the repository.
     """
     found = measured(root)
-    rows = [row for row in found["rows"] if row["status"] == "ok" and name in _parts(row["cache"])]
+    rows = [scores.with_means(row) for row in found["rows"] if row["status"] == "ok" and name in _parts(row["cache"])]
     if not rows:
         return []
     sizes, tasks = found["sizes"], tables.short_names(list(rows[0]["tasks"]))
     full = " and ".join(f"{np.mean(each['full']):.0f} in `{tasks[task]}`" for task, each in rows[0]["tasks"].items())
-    heads = ("cache", "budget", "bytes held, of the full cache's", "perplexity", *(f"`{x}`" for x in tasks.values()))
+    whole = all(row.get("read") in (None, 1.0) for row in rows)
+    read = {} if whole else {READ: "slots read"}
+    heads = {
+        "cache": "cache", BUDGET: BUDGET, HELD: "bytes held, of the full cache's", **read, LOSS: LOSS,
+        **{task: f"`{task}`" for task in tasks.values()},
+    }  # fmt: skip
+    filled = any("{" in row["cache"] for row in rows)
     lines = [
         "## How it fares", "",
         f"{sizes['model']}, {sizes['new']} tokens after prompts of {sizes['prompt']:,}, {sizes['rows']} rows of "
         f"{', '.join(sizes['texts'])}: perplexity above that of the full cache, and scores of tasks out of 100, with "
         f"95 % intervals. The full cache has {full}. The [leaderboard](../measured/leaderboard.md) has the other "
-        "caches, and [](../../leaderboard.md) says how it is made. In names, `{share}` and `{tokens}` stand for the "
-        "budget.",
-        "",
-        f"| {' | '.join(heads)} |", "|" + "---|" * len(heads),
+        "caches, and [](../../leaderboard.md) says how to read it.",
+        *(["In names, `{share}` and `{tokens}` stand for the budget."] if filled else []),
+        "", f"| {' | '.join(heads.values())} |", "|" + "---|" * len(heads),
     ]  # fmt: skip
     for row in sorted(rows, key=lambda row: (row["cache"], row["budget"] or 1)):
-        cells = cells_of(row, tasks)
-        budget = f"{100 * row['budget']:g} %" if row["budget"] else ""
-        scores = (cells[task] for task in tasks.values())
-        lines.append(f"| {' | '.join((cells['cache'], budget, cells['held'], cells['perplexity'], *scores))} |")
+        cells = cells_of(row, tasks) | {BUDGET: f"{100 * row['budget']:g} %" if row["budget"] else ""}
+        lines.append(f"| {' | '.join(cells.get(name, '') for name in heads)} |")
     return [*lines, ""]
 
 
