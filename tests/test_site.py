@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
@@ -178,6 +179,21 @@ def test_the_leaderboard_of_the_documentation_is_the_measured_one():
     table = (ROOT / "docs" / "leaderboard.md").read_text().partition("*Held* is")[0]
     shown = re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)
     assert [[name, *(number.strip() for number in numbers.split(" | "))] for name, numbers in shown] == expected
+
+
+def test_the_table_of_ruler_in_the_documentation_is_the_measured_one():
+    found = json.loads((ROOT / leaderboard.FOLDER / "ruler_smollm2.json").read_text())
+    text = (ROOT / leaderboard.FOLDER / "ruler_smollm2.md").read_text()
+    assert text == page.files(found)[page.PAGE].replace("(leaderboard.png)", "(ruler_smollm2.png)")
+    cells = [list(page.cells_of(row, {task: task for task in row["tasks"]}).values())
+             for row in map(scores.with_means, found["rows"])]  # fmt: skip
+    _, _, table = (ROOT / "docs" / "leaderboard.md").read_text().partition("### All of RULER")
+    shown = re.findall(r"^\| `(\w+)[^|]* \| (.*) \|$", table.partition("\n- ")[0], re.MULTILINE)
+    assert len(shown) == len(cells) == 6
+    for name, numbers in shown:
+        (row,) = (row for row in cells if re.search(rf"[`\s]{name}\b", row[0]))
+        # Held, perplexity, needles, RULER; footprint and read are on the page alone.
+        assert numbers.split(" | ") == [row[1], *row[4:]]
 
 
 def test_policies_are_drawn_after_prompts_that_they_shorten():

@@ -75,17 +75,19 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> bytes:
     labels = labels_of(caches)
     lines = {cache for cache in caches if sum(row["cache"] == cache for row in rows) > 1}
     lines = lines if len(lines) <= LABELS else set()
-    for ax, (name, value, smaller) in zip(axes[0], panels, strict=True):
+    named_of = []
+    for _, value, smaller in panels:
+        points = [(row["cache"], scores.held(row), value(row) * (1 if smaller else -1)) for row in rows]
+        named_of.append(set(caches) if len(caches) <= LABELS else on_front(points) | lines)
+    # A cache has the same color in both panels.
+    colors = dict(zip((cache for cache in caches if cache in set().union(*named_of)), itertools.cycle(plots.COLORS)))
+    for ax, (name, value, smaller), named in zip(axes[0], panels, named_of, strict=True):
         plots.style(ax, name, "keys and values held, % of the full cache's", "")
         ends = []
-        points_of = [(row["cache"], scores.held(row), value(row) * (1 if smaller else -1)) for row in rows]
-        named = set(caches) if len(caches) <= LABELS else on_front(points_of) | lines
-        colors = dict(zip((cache for cache in caches if cache in named), itertools.cycle(plots.COLORS)))
         for cache in caches:
             own = [row for row in rows if row["cache"] == cache]
-            points = sorted((100 * scores.held(row), value(row)) for row in own)
-            color = colors.get(cache, plots.FULL_COLOR)
-            x, y = zip(*points, strict=True)
+            x, y = zip(*sorted((100 * scores.held(row), value(row)) for row in own), strict=True)
+            color = colors[cache] if cache in named else plots.FULL_COLOR
             ax.plot(x, y, linewidth=1, color=color, alpha=0.8)
             # Labels have a white border: above the points without a name, below the others.
             order = 4 if cache in named else 2

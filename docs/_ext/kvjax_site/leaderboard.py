@@ -61,6 +61,6 @@ def measured(root: Path) -> JsonObject:
 
 
 def _parts(cache: str) -> list[str]:
-    """Returns the names of a cache's policy, storage and selection; the policy `full` says nothing of a selection."""
+    """Returns the names of a cache's policy, storage and selection, without `full` beside another one."""
     names = [part.partition("(")[0] for part in cache.split(JOINED)]
     return names[1:] if names[0] == "full" else names
